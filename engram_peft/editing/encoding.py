@@ -1,0 +1,169 @@
+"""From texts to token ids and to the rows that count.
+
+An item is a `str` (every token counts), a `(prompt, answer)` pair (the answer's tokens count), or a list of chat messages
+that ends with the assistant's (that message counts; the rest goes through the tokenizer's chat template). Rows of a
+`datasets.Dataset` are dictionaries with `text`, with `prompt` or `question` and `answer` or `completion`, or with `messages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+Message = dict[str, str]
+Item = str | tuple[str, str] | list[Message] | dict[str, Any]
+
+TOKEN_POSITIONS = ("answer", "predict")
+
+
+@dataclass(frozen=True)
+class EncodedItem:
+    """Token ids of one text and, for every position, whether its hidden state is a row of the statistics."""
+
+    input_ids: list[int]
+    mask: list[bool]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Texts of similar length, padded on the right.
+
+    `input_ids` and `attention_mask` are `(batch, length)` int64, `mask` is `(batch, length)` bool.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    mask: torch.Tensor
+
+
+def encode_items(
+    tokenizer: PreTrainedTokenizerBase, items: Sequence[Item], max_length: int, token_position: str
+) -> list[EncodedItem]:
+    """Encodes every item; see the module's docstring for what an item is.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Its chat template is used for chat messages only.
+        items (`Sequence`): The texts.
+        max_length (`int`): Longer texts are cut on the right.
+        token_position (`str`):
+            `"answer"` takes the rows at the tokens that count, `"predict"` the rows one earlier, which predict them.
+
+    Raises:
+        `ValueError`: An item is empty, or its prompt leaves no room for the answer within `max_length`.
+        `TypeError`: An item is of another kind.
+    """
+    if token_position not in TOKEN_POSITIONS:
+        raise ValueError(f"`token_position` must be one of {list(TOKEN_POSITIONS)}, got {token_position!r}.")
+    return [_encode(tokenizer, item, f"Item {i}", max_length, token_position) for i, item in enumerate(items)]
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, item: Item, where: str, max_length: int, token_position: str
+) -> EncodedItem:
+    prompt, answer = _prompt_and_answer(tokenizer, item, where)
+    if not answer.strip():
+        raise ValueError(f"{where} is empty: it has no {'text' if prompt is None else 'answer'}.")
+    if prompt is None:
+        prompt_ids: list[int] = []
+        answer_ids = tokenizer(answer, add_special_tokens=not _has_bos(tokenizer, answer))["input_ids"]
+    else:
+        prompt_ids = tokenizer(prompt, add_special_tokens=not _has_bos(tokenizer, prompt))["input_ids"]
+        answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
+        if len(prompt_ids) >= max_length:
+            raise ValueError(
+                f"{where} has a prompt of {len(prompt_ids)} tokens, which fills `max_length={max_length}`: no token of "
+                "the answer is left. Shorten the prompt or raise `max_length`."
+            )
+    ids = (prompt_ids + answer_ids)[:max_length]
+    counts = [i >= len(prompt_ids) for i in range(len(ids))]
+    if token_position == "predict":
+        counts = counts[1:] + [False]
+    if not any(counts):
+        raise ValueError(f"{where} has a single token, so no row of it predicts another one. Use a longer text.")
+    return EncodedItem(ids, counts)
+
+
+def _has_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    """Whether the text already starts as the tokenizer would start it, as rendered chat templates do."""
+    return bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
+
+
+def _prompt_and_answer(tokenizer: PreTrainedTokenizerBase, item: Item, where: str) -> tuple[str | None, str]:
+    """The item as `(prompt, answer)`; the prompt of a plain text is `None`."""
+    if isinstance(item, str):
+        return None, item
+    if isinstance(item, Mapping):
+        return _prompt_and_answer(tokenizer, _item_of_row(item, where), where)
+    if isinstance(item, Sequence) and item and all(isinstance(part, Mapping) for part in item):
+        return _render_chat(tokenizer, item, where)
+    if isinstance(item, Sequence) and len(item) == 2 and all(isinstance(part, str) for part in item):
+        return item[0], item[1]
+    raise TypeError(
+        f"{where} is a {type(item).__name__}. Pass a `str`, a `(prompt, answer)` pair of strings or a list of chat messages "
+        "(dictionaries with `role` and `content`)."
+    )
+
+
+def _item_of_row(row: Mapping[str, Any], where: str) -> Item:
+    """The text, the pair or the chat in a row of a data set."""
+    if row.get("messages"):
+        return row["messages"]
+    prompt = row.get("prompt") or row.get("question")
+    answer = row.get("completion") or row.get("answer")
+    if prompt and answer:
+        return [*prompt, *answer] if isinstance(prompt, list) else (prompt, answer)
+    if isinstance(row.get("text"), str):
+        return row["text"]
+    raise ValueError(
+        f"{where} has the columns {sorted(row)}. Expected `text`, `prompt` and `completion`, `question` and `answer`, or "
+        "`messages`."
+    )
+
+
+def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str) -> tuple[str, str]:
+    if messages[-1].get("role") != "assistant":
+        raise ValueError(
+            f"{where} is a chat that ends with role {messages[-1].get('role')!r}; it must end with 'assistant'."
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError(
+            f"{where} is a chat, but the tokenizer has no chat template. Pass `(prompt, answer)` pairs instead."
+        )
+    prompt = tokenizer.apply_chat_template(list(messages[:-1]), tokenize=False, add_generation_prompt=True)
+    return prompt, messages[-1]["content"]
+
+
+def batches(encoded: Sequence[EncodedItem], batch_size: int, pad_token_id: int | None) -> Iterator[Batch]:
+    """Batches of similar length. Padding is hidden by the attention mask, so any id will do for it."""
+    if pad_token_id is None:
+        logger.warning_once(
+            "The tokenizer has no pad token; texts are padded with token 0, hidden by the attention mask."
+        )
+        pad_token_id = 0
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].input_ids))
+    for start in range(0, len(order), batch_size):
+        items = [encoded[i] for i in order[start : start + batch_size]]
+        lengths = torch.tensor([len(item.input_ids) for item in items])
+        shape = (len(items), int(lengths.max()))
+        input_ids = torch.full(shape, pad_token_id)
+        mask = torch.zeros(shape, dtype=torch.bool)
+        for row, item in enumerate(items):
+            input_ids[row, : len(item.input_ids)] = torch.tensor(item.input_ids)
+            mask[row, : len(item.mask)] = torch.tensor(item.mask)
+        # from the lengths, never from `input_ids != pad`: the pad token is often one that texts contain
+        attention_mask = (torch.arange(shape[1]) < lengths[:, None]).long()
+        yield Batch(input_ids, attention_mask, mask)
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The same for tokenizers that agree on their size and on a probe text."""
+    probe = "Engram 0123, déjà-vu: 記憶 and_under_scores\n\tend."
+    return f"{len(tokenizer)}:" + "-".join(str(i) for i in tokenizer(probe, add_special_tokens=True)["input_ids"])

@@ -1,0 +1,153 @@
+"""Which layers: names in the unwrapped model, chosen by PEFT's `target_modules` convention."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from peft.tuners.tuners_utils import check_target_module_exists
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+EDITABLE_TYPES = (nn.Linear, Conv1D)
+
+
+@dataclass
+class Selection:
+    """The part of a PEFT config that says which modules are meant, with PEFT's meaning of every field."""
+
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    target_parameters: None = None
+    modules_to_save: list[str] | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> Selection:
+        """The selection that a PEFT config makes."""
+        names = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
+        return cls(**{name: getattr(config, name) for name in names})
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model inside PEFT, `torch.compile`, DDP and DataParallel wrappers; its module names are the ones that count."""
+    while True:
+        if hasattr(model, "get_base_model"):  # PeftModel
+            model = model.get_base_model()
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
+            model = model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def base_layer_of(module: nn.Module) -> nn.Module:
+    """The layer inside PEFT's wrappers."""
+    while isinstance(getattr(module, "base_layer", None), nn.Module):
+        module = module.base_layer
+    return module
+
+
+def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every `nn.Linear` and `Conv1D` of the unwrapped model by name; a wrapped one is represented by its wrapper."""
+    layers: dict[str, nn.Module] = {}
+    wrapper = ""
+    for name, module in model.named_modules():
+        if wrapper and name.startswith(wrapper + "."):
+            continue
+        if isinstance(base_layer_of(module), EDITABLE_TYPES):
+            layers[name] = module
+            wrapper = name
+    return layers
+
+
+def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module]:
+    """The layers of the unwrapped `model` that `selection` means, in the model's order.
+
+    `target_modules=None` and `"all-linear"` mean every editable layer but the output head, as in PEFT.
+
+    Raises:
+        `ValueError`: Nothing matches, or `layers_to_transform` lists a layer that the model does not have.
+        `TypeError`: A matching module is not an `nn.Linear` or `Conv1D`.
+    """
+    layers = editable_layers(model)
+    if selection.target_modules is None or selection.target_modules == "all-linear":
+        head = output_head(model)
+        everything = {name for name, module in layers.items() if base_layer_of(module) is not head}
+        selection = Selection(**{**vars(selection), "target_modules": everything})
+        # exact names would bypass `layers_to_transform`: match by the last part of the name, within `everything`
+        if selection.layers_to_transform is not None:
+            selection.target_modules = {name.rpartition(".")[2] for name in everything}
+        layers = {name: layers[name] for name in everything if name in layers}
+    check_layers_exist(model, selection)
+    check_supported(model, selection)
+    selected = {
+        name: module for name, module in editable_layers(model).items()
+        if name in layers and check_target_module_exists(selection, name)
+    }  # fmt: skip
+    if not selected:
+        raise ValueError(no_match_message(model, selection.target_modules))
+    return selected
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The layer that makes the logits, inside its PEFT wrapper if it has one."""
+    try:
+        head = model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return None if head is None else base_layer_of(head)
+
+
+def check_supported(model: nn.Module, selection: Any) -> None:
+    """Raises a `TypeError` if `selection` matches a module that cannot be edited."""
+    inside = ""
+    for name, module in model.named_modules():
+        if not name or (inside and name.startswith(inside + ".")):
+            continue
+        base = base_layer_of(module)
+        if base is not module:
+            inside = name
+        if check_target_module_exists(selection, name) and not isinstance(base, EDITABLE_TYPES):
+            raise TypeError(
+                f"Target module {name} is not supported. It is a `{type(base).__name__}`; only `torch.nn.Linear` and "
+                "`transformers.pytorch_utils.Conv1D` can be edited. Choose other `target_modules`."
+            )
+
+
+def check_layers_exist(model: nn.Module, selection: Any) -> None:
+    """Raises a `ValueError` if `layers_to_transform` lists a layer that the model does not have."""
+    listed = selection.layers_to_transform
+    if listed is None:
+        return
+    listed = {listed} if isinstance(listed, int) else set(listed)
+    patterns = selection.layers_pattern or r"[^.]*"
+    patterns = [patterns] if isinstance(patterns, str) else patterns
+    existing = set()
+    for name, _ in model.named_modules():
+        for pattern in patterns:
+            if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", name):
+                existing.add(int(match.group(1)))
+                break
+    if missing := sorted(listed - existing):
+        held = f"layers {min(existing)} to {max(existing)}" if existing else "no numbered layers"
+        raise ValueError(f"`layers_to_transform` lists {missing}, but the model has {held}.")
+
+
+def no_match_message(model: nn.Module, target_modules: Iterable[str] | str | None) -> str:
+    """What to say when no module matches: the names that come nearest."""
+    wanted = [target_modules] if isinstance(target_modules, str) else sorted(target_modules or [])
+    known = sorted({part for name in editable_layers(model) for part in (name, name.rpartition(".")[2])})
+    near = [name for target in wanted for name in difflib.get_close_matches(target, known, n=3, cutoff=0.5)]
+    hint = f"The nearest names are {near}." if near else f"Layers that can be edited end in {_endings(known)}."
+    return f"Target modules {target_modules} not found in the base model. Please check the target modules and try again. {hint}"
+
+
+def _endings(names: list[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})[:10]

@@ -1,0 +1,419 @@
+"""Second moments of layer inputs: all that an edit has to know about the data.
+
+A [`Moment`] is the sum of outer products of the inputs of one layer, a [`Statistics`] holds one for every selected layer
+and says where they come from. Layers that read the same tensor (`q_proj`, `k_proj` and `v_proj`, say) share one moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+
+# Height of a panel of the packed upper triangle. Low panels waste little below the diagonal, high ones multiply faster.
+PANEL_ROWS = 192
+# A float32 sum takes up to this many rows; it then becomes a float64 sum of float32 products of this many rows each.
+FLOAT32_ROWS = 32768
+
+FILE_FORMAT = "engram_peft.statistics"
+FILE_VERSION = "1"
+
+Panels = list[torch.Tensor]
+
+
+class Moment:
+    """Sum of outer products `S = sum_i x_i x_i^T` over `count` rows `x_i` of width `dim`.
+
+    As long as there are at most `dim / 2` rows, the rows themselves are kept: they take less room than the sum, and they
+    are its exact factor. Beyond that the sum is kept as panels of its upper triangle: panel `k` holds the rows
+    `S[192k : 192(k+1), 192k:]`, which is half the memory and half the work of the full matrix. Merging lists the parts
+    side by side; they are added up when the sum is read, in float64.
+
+    Args:
+        dim (`int`): Width of a row.
+
+    **Attributes**:
+        - **dim** (`int`) -- Width of a row; one more than the layer's input where a constant 1 carries the bias.
+        - **count** (`int`) -- Number of rows.
+        - **rows** (`list[torch.Tensor]`) -- Rows not yet summed up, float32, `(n_i, dim)`.
+        - **sums** (`list[list[torch.Tensor]]`) -- Sums as panels, float32 or float64.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.count = 0
+        self.rows: list[torch.Tensor] = []
+        self.sums: list[Panels] = []
+        self._summed_up = 0  # rows in `sums[-1]`, if `add` made it; 0: it belongs to somebody else
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Adds float32 `rows`, `(n, dim)`. The tensor may be kept: it must not be changed afterwards."""
+        self.count += len(rows)
+        if not self.sums and self.count <= self.dim // 2:
+            self.rows.append(rows)
+            return
+        pending, self.rows = [*self.rows, rows], []
+        for block in pending:
+            for chunk in block.split(FLOAT32_ROWS):
+                self._sum_up(chunk)
+
+    def _sum_up(self, rows: torch.Tensor) -> None:
+        starts = range(0, self.dim, PANEL_ROWS)
+        products = (rows[:, i : i + PANEL_ROWS].mT @ rows[:, i:] for i in starts)
+        if self._summed_up == 0:
+            self.sums.append(list(products))
+        else:
+            panels = self.sums[-1]
+            if self._summed_up + len(rows) > FLOAT32_ROWS and panels[0].dtype == torch.float32:
+                panels[:] = [panel.double() for panel in panels]
+            for panel, product in zip(panels, products, strict=True):
+                panel += product
+        self._summed_up += len(rows)
+
+    def dense(self, device: str | torch.device | None = None) -> torch.Tensor:
+        """The sum itself, `(dim, dim)` float64, exactly symmetric."""
+        device = self.device if device is None else torch.device(device)
+        total = torch.zeros(self.dim, self.dim, dtype=torch.float64, device=device)
+        for panels in self.sums:
+            start = 0
+            for panel in panels:
+                total[start : start + len(panel), start:] += panel.to(device)
+                start += len(panel)
+        if self.rows:
+            rows = torch.cat(self.rows).to(device, torch.float64)
+            total += rows.mT @ rows
+        return total.triu_().add_(total.triu(1).mT)
+
+    def factor(self, device: str | torch.device | None = None) -> torch.Tensor | None:
+        """`F` with `S = F F^T`, `(dim, n)` float64, where the rank is at most `dim / 2`; otherwise `None`."""
+        if self.count > self.dim // 2:
+            return None
+        device = self.device if device is None else torch.device(device)
+        if not self.sums:
+            rows = [part.to(device, torch.float64) for part in self.rows]
+            return torch.cat(rows).mT if rows else torch.zeros(self.dim, 0, dtype=torch.float64, device=device)
+        eigenvalues, vectors = torch.linalg.eigh(self.dense(device))
+        top = slice(self.dim - self.count, None)
+        return vectors[:, top] * eigenvalues[top].clamp_min(0).sqrt()
+
+    @property
+    def device(self) -> torch.device:
+        for tensor in self.tensors():
+            return tensor.device
+        return torch.device("cpu")
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Everything that is held, rows first."""
+        yield from self.rows
+        for panels in self.sums:
+            yield from panels
+
+    def copy(self) -> Moment:
+        """A moment to which rows can be added without changing this one."""
+        other = self.to(self.device)
+        other.sums = [[panel.clone() for panel in panels] for panels in self.sums]
+        other._summed_up = self._summed_up
+        return other
+
+    def to(self, device: str | torch.device) -> Moment:
+        """The same moment on `device`; tensors that are there already are shared."""
+        other = Moment(self.dim)
+        other.count = self.count
+        other.rows = [rows.to(device) for rows in self.rows]
+        other.sums = [[panel.to(device) for panel in panels] for panels in self.sums]
+        return other
+
+    @staticmethod
+    def merged(moments: Iterable[Moment]) -> Moment:
+        """The moment of all rows together. Nothing is copied: the tensors of the parts are shared."""
+        moments = list(moments)
+        total = Moment(moments[0].dim)
+        for moment in moments:
+            if moment.dim != total.dim:
+                raise ValueError(f"Cannot merge moments of width {total.dim} and {moment.dim}.")
+            total.count += moment.count
+            total.rows += moment.rows
+            total.sums += moment.sums
+        return total
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where statistics come from. Empty strings mean unknown and agree with everything.
+
+    Args:
+        model (`str`): Name or path of the model.
+        model_fingerprint (`str`): Hash of the model's configuration.
+        tokenizer (`str`): Fingerprint of the tokenizer.
+        mask (`str`):
+            Which rows were taken: `"answer"`, `"predict"`, `"labels"`, `"attention_mask"`, `"mask_fn"` or `"all"`; several
+            are joined by `+`.
+        texts (`int`): Number of texts, or of sequences of a loader.
+        library_version (`str`): Version of engram_peft.
+    """
+
+    model: str = ""
+    model_fingerprint: str = ""
+    tokenizer: str = ""
+    mask: str = ""
+    texts: int = 0
+    library_version: str = ""
+
+    def check_agrees(self, other: Provenance, what: str = "statistics") -> None:
+        """Raises a `ValueError` if the two cannot come from the same model, tokenizer and mask rule."""
+
+        def differ(mine: str, theirs: str) -> bool:
+            return bool(mine and theirs and mine != theirs)
+
+        if differ(self.model_fingerprint, other.model_fingerprint):
+            raise ValueError(
+                f"These {what} belong to different models: {self.model or 'one'} and {other.model or 'another'} have "
+                "different configurations. Collect both on the model that is to be edited."
+            )
+        if differ(self.tokenizer, other.tokenizer):
+            raise ValueError(f"These {what} were collected with different tokenizers. Collect them with the same one.")
+        rules = {*self.mask.split("+"), *other.mask.split("+")}
+        if {"answer", "predict"} <= rules:
+            raise ValueError(
+                f"These {what} were collected with different mask rules: token_position='answer' and 'predict' take "
+                "different rows of the same text. Collect them with the same `token_position`."
+            )
+
+    def merged(self, other: Provenance) -> Provenance:
+        """The provenance of both together, after [`Provenance.check_agrees`]."""
+        self.check_agrees(other)
+        return Provenance(
+            model=self.model or other.model,
+            model_fingerprint=self.model_fingerprint or other.model_fingerprint,
+            tokenizer=self.tokenizer or other.tokenizer,
+            mask="+".join(sorted({*self.mask.split("+"), *other.mask.split("+")} - {""})),
+            texts=self.texts + other.texts,
+            library_version=self.library_version or other.library_version,
+        )
+
+
+@dataclass
+class Statistics:
+    """Second moments of the inputs of the selected layers.
+
+    Args:
+        moments (`dict[str, Moment]`):
+            One [`Moment`] a layer, by the layer's name in the unwrapped model. Layers that read the same input share one.
+        provenance (`Provenance`): Model, tokenizer and mask rule they were collected with.
+
+    Example:
+
+        ```py
+        >>> target = collect_statistics(model, forget, tokenizer=tokenizer, target_modules=["down_proj"])
+        >>> target.save("forget.safetensors")
+        >>> total = merge_statistics(target, Statistics.load("retain.safetensors"))
+        ```
+    """
+
+    moments: dict[str, Moment]
+    provenance: Provenance = field(default_factory=Provenance)
+
+    def __len__(self) -> int:
+        return len(self.moments)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.moments
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of rows each layer was fed."""
+        return {name: moment.count for name, moment in self.moments.items()}
+
+    def covariance(self, name: str) -> torch.Tensor:
+        """`C = S / count` of a layer, uncentred, `(dim, dim)` float64; of width `in_features + 1` for a layer with a bias."""
+        moment = self.moments[name]
+        if moment.count == 0:
+            raise ValueError(f"{name} was never fed, so it has no covariance.")
+        return moment.dense() / moment.count
+
+    def groups(self) -> list[tuple[Moment, list[str]]]:
+        """The distinct moments, each with the names of the layers that share it."""
+        names: dict[int, list[str]] = {}
+        for name, moment in self.moments.items():
+            names.setdefault(id(moment), []).append(name)
+        return [(self.moments[group[0]], group) for group in names.values()]
+
+    def _with_moments(self, transformed: list[Moment]) -> dict[str, Moment]:
+        replaced = {
+            name: moment for moment, (_, names) in zip(transformed, self.groups(), strict=True) for name in names
+        }
+        return {name: replaced[name] for name in self.moments}
+
+    def to(self, device: str | torch.device) -> Statistics:
+        """The same statistics with their tensors on `device`."""
+        return Statistics(self._with_moments([moment.to(device) for moment, _ in self.groups()]), self.provenance)
+
+    def merge(self, *others: Statistics) -> Statistics:
+        """The statistics of all data together: see [`merge_statistics`]."""
+        return merge_statistics(self, *others)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes one safetensors file: upper triangles packed row by row, shared moments once, provenance in the header.
+
+        The file is written beside `path` and renamed, so an interrupted write leaves an earlier file as it was.
+
+        Note that the statistics of a few texts are close to the texts' own hidden states: keep the file as private as
+        the texts.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        index = []
+        for number, (moment, names) in enumerate(self.groups()):
+            index.append({"dim": moment.dim, "count": moment.count, "names": names})
+            if moment.sums:
+                tensors[f"{number}.upper"] = _pack_upper(moment)
+            else:
+                empty = torch.zeros(0, moment.dim)
+                tensors[f"{number}.rows"] = torch.cat(moment.rows).cpu() if moment.rows else empty
+        metadata = {
+            "format": FILE_FORMAT,
+            "version": FILE_VERSION,
+            "moments": json.dumps(index),
+            "provenance": json.dumps(asdict(self.provenance)),
+        }
+        path = Path(path)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            save_file(tensors, beside, metadata=metadata)
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike, device: str | torch.device = "cpu") -> Statistics:
+        """Reads what [`Statistics.save`] wrote.
+
+        Raises:
+            `FileNotFoundError`: There is no such file.
+            `ValueError`: The file is truncated, was not written by [`Statistics.save`], or its header does not fit its tensors.
+        """
+        if not Path(path).exists():
+            raise FileNotFoundError(f"There is no statistics file {path}.")
+        try:
+            with safe_open(path, framework="pt", device=str(device)) as file:
+                header = file.metadata() or {}
+                if header.get("format") != FILE_FORMAT:
+                    raise ValueError(f"{path} is not a statistics file of engram_peft.")
+                if header.get("version") != FILE_VERSION:
+                    raise ValueError(
+                        f"{path} has version {header.get('version')} of the statistics format, this library reads "
+                        f"version {FILE_VERSION}. Update engram_peft."
+                    )
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is truncated or not a safetensors file ({error}).") from None
+        return cls(*_read_header(path, header, tensors))
+
+
+def merge_statistics(*statistics: Statistics) -> Statistics:
+    """The statistics of all data together; exact, associative, and free: the sums are shared, not copied.
+
+    Args:
+        statistics ([`Statistics`]): Statistics of the same layers of the same model.
+
+    Raises:
+        `ValueError`: They hold different layers, or come from different models, tokenizers or mask rules.
+    """
+    if not statistics:
+        raise ValueError("merge_statistics needs at least one `Statistics`.")
+    first, provenance = statistics[0], statistics[0].provenance
+    for other in statistics[1:]:
+        if different := sorted(first.moments.keys() ^ other.moments.keys()):
+            raise ValueError(f"Only one of the statistics holds {different[:5]}. Collect both on the same layers.")
+        provenance = provenance.merged(other.provenance)
+    shared: dict[tuple[int, ...], Moment] = {}
+    moments = {}
+    for name in first.moments:
+        parts = [part.moments[name] for part in statistics]
+        key = tuple(id(part) for part in parts)
+        if key not in shared:
+            shared[key] = Moment.merged(parts)
+        moments[name] = shared[key]
+    return Statistics(moments, provenance)
+
+
+def _pack_upper(moment: Moment) -> torch.Tensor:
+    """The upper triangle of `S`, row by row, `(dim (dim + 1) / 2,)`; float32 where a single float32 sum is held."""
+    exact = len(moment.sums) == 1 and not moment.rows
+    panels = moment.sums[0] if exact else _panels(moment.dense())
+    return torch.cat([panel[_upper_of(panel)] for panel in panels]).cpu()
+
+
+def _panels(matrix: torch.Tensor) -> Panels:
+    return [matrix[i : i + PANEL_ROWS, i:] for i in range(0, len(matrix), PANEL_ROWS)]
+
+
+def _upper_of(panel: torch.Tensor) -> torch.Tensor:
+    return torch.ones(panel.shape, dtype=torch.bool, device=panel.device).triu()
+
+
+def _unpack_upper(upper: torch.Tensor, dim: int) -> Panels:
+    panels, start = [], 0
+    for i in range(0, dim, PANEL_ROWS):
+        height, width = min(PANEL_ROWS, dim - i), dim - i
+        panel = upper.new_zeros(height, width)
+        mask = _upper_of(panel)
+        length = int(mask.sum())
+        panel[mask] = upper[start : start + length]
+        start += length
+        # below the diagonal of its first square a panel repeats what is above
+        square = panel[:, :height]
+        square += square.triu(1).mT
+        panels.append(panel)
+    return panels
+
+
+def _read_header(
+    path: str | os.PathLike, header: dict[str, str], tensors: dict[str, torch.Tensor]
+) -> tuple[dict[str, Moment], Provenance]:
+    """Moments and provenance of a file; every claim of the header is checked against the tensors."""
+
+    def check(condition: bool, claim: str) -> None:
+        if not condition:
+            raise ValueError(f"{path} is damaged: {claim}.")
+
+    try:
+        index: list[dict[str, Any]] = json.loads(header["moments"])
+        known = {f.name for f in fields(Provenance)}
+        provenance = Provenance(**{k: v for k, v in json.loads(header["provenance"]).items() if k in known})
+        entries = [(int(entry["dim"]), int(entry["count"]), [str(n) for n in entry["names"]]) for entry in index]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: its header cannot be read ({error!r}).") from None
+    moments: dict[str, Moment] = {}
+    for number, (dim, count, names) in enumerate(entries):
+        upper, rows = tensors.pop(f"{number}.upper", None), tensors.pop(f"{number}.rows", None)
+        tensor = upper if upper is not None else rows
+        check(tensor is not None and (upper is None or rows is None), f"moment {number} has no single tensor")
+        assert tensor is not None
+        check(dim > 0 and count >= 0 and bool(names), f"moment {number} claims width {dim} and {count} rows")
+        check(tensor.dtype in (torch.float32, torch.float64), f"moment {number} has dtype {tensor.dtype}")
+        check(bool(torch.isfinite(tensor).all()), f"moment {number} holds NaN or infinity")
+        check(not set(names) & set(moments), f"moment {number} repeats a layer of an earlier one")
+        moment = Moment(dim)
+        moment.count = count
+        if rows is not None:
+            check(
+                tuple(rows.shape) == (count, dim), f"moment {number} claims {count} x {dim}, holds {list(rows.shape)}"
+            )
+            moment.rows = [rows] if count else []
+        else:
+            claimed = dim * (dim + 1) // 2
+            check(
+                tuple(tensor.shape) == (claimed,), f"moment {number} claims {claimed} values, holds {tensor.numel()}"
+            )
+            moment.sums = [_unpack_upper(tensor, dim)]
+        moments.update(dict.fromkeys(names, moment))
+    check(not tensors, f"it holds unexpected tensors {sorted(tensors)[:5]}")
+    return moments, provenance

@@ -1,0 +1,414 @@
+"""The ENGRAM tuner: which layers get an adapter, and what is done to all of them at once."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils.error import NoMatchingPeftModuleError
+from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
+from torch import nn
+
+from ...editing.extraction import ExtractionReport
+from ...editing.selection import (
+    Selection,
+    base_layer_of,
+    check_layers_exist,
+    check_supported,
+    no_match_message,
+    select_layers,
+)
+from .config import EngramConfig
+from .layer import EngramLayer, Linear
+
+
+class EngramModel(BaseTuner):
+    """
+    Creates a model whose layers can be edited in closed form (ENGRAM) from a pretrained model.
+
+    Args:
+        model ([`torch.nn.Module`]): The model to which the adapter tuner layers will be attached.
+        config ([`EngramConfig`]): The configuration of the ENGRAM adapter.
+        adapter_name (`str`): The name of the adapter, defaults to `"default"`.
+        low_cpu_mem_usage (`bool`, `optional`, defaults to `False`):
+            Create empty adapter weights on meta device. Useful to speed up the loading process.
+
+    Returns:
+        `torch.nn.Module`: The model with ENGRAM layers; an identity until [`extract_engram`] fills it.
+
+    Example:
+
+        ```py
+        >>> from peft import get_peft_model
+        >>> from engram_peft import EngramConfig, collect_statistics, extract_engram, merge_statistics
+
+        >>> model = get_peft_model(model, EngramConfig(target_modules=["down_proj"]))
+        >>> target = collect_statistics(model, forget_loader)
+        >>> retain = collect_statistics(model, retain_loader)
+        >>> extract_engram(model, target, merge_statistics(target, retain))
+        ```
+
+    **Attributes**:
+        - **model** ([`~torch.nn.Module`]) -- The model to be adapted.
+        - **peft_config** ([`EngramConfig`]): The configuration of the ENGRAM adapter.
+        - **reports** (`dict[str, ExtractionReport]`): What [`unlearn`] found in the layers, by adapter.
+    """
+
+    prefix: str = "engram_"
+    tuner_layer_cls = EngramLayer
+    target_module_mapping: dict[str, list[str]] = {}  # a default for every model: see `_prepare_adapter_config`
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.reports: dict[str, ExtractionReport] = {}
+
+    # ---------------------------------------------------------------------------------------------- injection
+
+    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Adds the adapter layers, after every check that can be made before the model is touched."""
+        config = self.peft_config[adapter_name]
+        _check_adapter_name(model, adapter_name)
+        try:
+            super().inject_adapter(model, adapter_name, *args, **kwargs)
+        except NoMatchingPeftModuleError as error:
+            if "not found in the base model" not in str(error):
+                raise
+            raise NoMatchingPeftModuleError(no_match_message(model, config.target_modules)) from None
+
+    def _prepare_adapter_config(self, peft_config: EngramConfig, model_config: dict[str, Any]) -> EngramConfig:
+        if peft_config.target_modules is None:
+            if model_config.get("model_type", "custom") == "custom":
+                raise ValueError("Please specify `target_modules` in `peft_config`")
+            peft_config.target_modules = set(select_layers(self.model, Selection.of(peft_config)))
+        return peft_config
+
+    def _prepare_model(self, peft_config: EngramConfig, model: nn.Module) -> None:
+        if peft_config.target_modules != "all-linear":
+            check_layers_exist(model, peft_config)
+            check_supported(model, Selection.of(peft_config))
+
+    def _create_and_replace(
+        self,
+        engram_config: EngramConfig,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        **optional_kwargs: Any,
+    ) -> None:
+        if current_key is None:
+            raise ValueError("Current Key shouldn't be `None`")
+
+        def pattern_value(pattern: dict[str, Any], default: Any) -> Any:
+            return pattern.get(get_pattern_key(pattern.keys(), current_key), default)
+
+        kwargs = {
+            "config": engram_config,
+            "r": pattern_value(engram_config.rank_pattern, engram_config.r),
+            "requested_rank": pattern_value(engram_config.requested_rank_pattern(), engram_config.r),
+            "alpha": pattern_value(engram_config.alpha_pattern, engram_config.alpha),
+        }
+        if isinstance(target, EngramLayer):
+            target.update_layer(adapter_name, **kwargs)
+            return
+        new_module = Linear(target, adapter_name, **kwargs)
+        if adapter_name not in self.active_adapters:
+            # adding an additional adapter: it is not automatically trainable
+            new_module.requires_grad_(False)
+        self._replace_module(parent, target_name, new_module, target)
+
+    @classmethod
+    def _remap_adapter_state_dict_for_load(
+        cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        try:
+            _check_adapter_weights(model, adapter_name, remapped)
+        except ValueError:
+            _take_off(model, adapter_name)
+            raise
+        return remapped
+
+    def _layers(self, adapter_name: str | None = None) -> dict[str, EngramLayer]:
+        """The ENGRAM layers, or those that have the adapter, by name."""
+        return {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, EngramLayer) and (adapter_name is None or adapter_name in module.engram_A)
+        }
+
+    def _check_adapter_exists(self, adapter_name: str) -> None:
+        if adapter_name not in self.peft_config:
+            raise ValueError(f"Adapter {adapter_name} not found. The model has {sorted(self.peft_config)}.")
+
+    # ---------------------------------------------------------------------------------------------- strength
+
+    def set_scale(self, adapter_name: str, scale: float) -> None:
+        """Sets the strength of an adapter to `scale` times its `alpha`, as LoRA's `set_scale`. Nothing is recomputed.
+
+        The value is kept in the config and saved with the adapter.
+
+        Raises:
+            `ValueError`: There is no such adapter, it is merged, or `scale` is not finite.
+        """
+        self._check_adapter_exists(adapter_name)
+        if not math.isfinite(scale):
+            raise ValueError(f"`scale` should be a finite number, the value passed is {scale}.")
+        layers = self._layers(adapter_name).values()
+        if any(layer.merged for layer in layers):
+            raise ValueError("Cannot change the strength of a merged adapter. Call `unmerge_adapter()` first.")
+        for layer in layers:
+            layer.set_scale(adapter_name, scale)
+        self.peft_config[adapter_name].scale = float(scale)
+
+    # ---------------------------------------------------------------------------------------------- combining
+
+    def add_weighted_adapter(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
+        """
+        Adds a new adapter that is exactly the weighted sum of others: their factors side by side. Weights may be negative.
+
+        Args:
+            adapters (`list[str]`): Names of the adapters to be combined.
+            weights (`list[float]`): One weight an adapter.
+            adapter_name (`str`): Name of the new adapter.
+        """
+        if len(adapters) != len(weights) or not adapters:
+            raise ValueError(
+                f"`adapters` and `weights` need one entry each an adapter, got {len(adapters)} and {len(weights)}."
+            )
+        for name in adapters:
+            self._check_adapter_exists(name)
+        if adapter_name in self.peft_config:
+            raise ValueError(f"Adapter with name '{adapter_name}' already exists.")
+        if any(not math.isfinite(weight) for weight in weights):
+            raise ValueError(f"`weights` should be finite numbers, the values passed are {list(weights)}.")
+        if any(self.peft_config[name].modules_to_save for name in adapters):
+            raise ValueError("Cannot add weighted adapters if they have `modules_to_save`.")
+        if len({self.peft_config[name].absorb_bias for name in adapters}) > 1:
+            raise ValueError("Adapters with different `absorb_bias` cannot be combined.")
+
+        combined: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        for key, layer in self._layers().items():
+            parts = [(name, w) for name, w in zip(adapters, weights, strict=True) if name in layer.engram_A]
+            if parts:
+                factors = [tuple(tensor.detach().float() for tensor in layer.factors(name)) for name, _ in parts]
+                strengths = [
+                    w * layer.engram_scaling[name] * f[2] for (name, w), f in zip(parts, factors, strict=True)
+                ]
+                right, left = torch.cat([f[0] for f in factors]), torch.cat([f[1] for f in factors], dim=1)
+                combined[key] = (right, left, torch.cat(strengths))
+        self.peft_config[adapter_name] = replace(
+            self.peft_config[adapters[0]],
+            r=None, alpha=1.0, scale=1.0, alpha_pattern={}, extraction=None, init_weights=True, description=None,
+            target_modules=set(combined), exclude_modules=None, layers_to_transform=None, layers_pattern=None,
+            rank_pattern={key: len(right) for key, (right, _, _) in combined.items()},
+        )  # fmt: skip
+        try:
+            self.inject_adapter(self.model, adapter_name)
+        except Exception:
+            del self.peft_config[adapter_name]
+            raise
+        layers = self._layers(adapter_name)
+        for key, (right, left, strength) in combined.items():
+            layers[key].fill(adapter_name, right, left, strength)
+
+    # ---------------------------------------------------------------------------------------------- merging
+
+    def merge_adapter(
+        self, adapter_names: list[str] | None = None, safe_merge: bool = False, untie: bool = False
+    ) -> None:
+        """
+        This method merges the adapter layers into the base model; [`EngramModel.unmerge_adapter`] restores it to the bit.
+
+        Args:
+            adapter_names (`list[str]`, *optional*):
+                The list of adapter names that should be merged. If `None`, all active adapters will be merged.
+            safe_merge (`bool`, *optional*):
+                If `True`, all results are checked for NaN and infinity before any layer is touched.
+            untie (`bool`, *optional*):
+                Whether a layer that shares its weight with another one (a head tied to the embedding) may get a weight of its
+                own. If `False`, merging such a layer is refused.
+        """
+        self._check_untied(adapter_names, untie)
+        merged_before = [layer for layer in self._layers().values() if layer.merged]
+        try:
+            super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+        except Exception:
+            for layer in self._layers().values():
+                if layer.merged and layer not in merged_before:
+                    layer.unmerge()
+            raise
+        if untie:
+            self._set_tied(False)
+
+    def unmerge_adapter(self) -> None:
+        """Puts the weights of the base model back, to the bit, and ties what was tied."""
+        super().unmerge_adapter()
+        self._set_tied(True)
+
+    def merge_and_unload(
+        self,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+        untie: bool = False,
+    ) -> nn.Module:
+        """
+        This method merges the adapter layers into the base model and returns it without any adapter.
+
+        Args:
+            progressbar (`bool`): Whether to show a progressbar.
+            safe_merge (`bool`): See [`EngramModel.merge_adapter`].
+            adapter_names (`list[str]`, *optional*): See [`EngramModel.merge_adapter`].
+            untie (`bool`): See [`EngramModel.merge_adapter`].
+        """
+        if safe_merge or untie:
+            # all or nothing: a layer that cannot be merged must not leave half a model behind
+            self.merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge, untie=untie)
+            return self._unload_and_optionally_merge(merge=False, progressbar=progressbar)
+        self._check_untied(adapter_names, untie)
+        return super().merge_and_unload(progressbar=progressbar, adapter_names=adapter_names)
+
+    def unload(self) -> nn.Module:
+        """Returns the base model, as it was, by removing all the PEFT modules."""
+        if any(layer.merged for layer in self._layers().values()):
+            self.unmerge_adapter()
+        return super().unload()
+
+    def _check_merge_allowed(self) -> None:
+        """Ties are handled exactly: see [`EngramModel._check_untied`]."""
+
+    def _check_untied(self, adapter_names: list[str] | None, untie: bool) -> None:
+        """Raises a `ValueError` if a weight that is to change belongs to another layer as well."""
+        names = self.active_adapters if adapter_names is None else adapter_names
+        owners: dict[int, list[str]] = {}
+        for key, module in self.model.named_modules():
+            for parameter in module.parameters(recurse=False):
+                owners.setdefault(id(parameter), []).append(key)
+        for key, layer in self._layers().items():
+            shared = owners[id(layer.get_base_layer().weight)]
+            if not untie and len(shared) > 1 and any(name in layer.engram_A for name in names):
+                others = [owner for owner in shared if not owner.startswith(key)]
+                raise ValueError(
+                    f"{key} shares its weight with {others}: merging would give it a weight of its own. Pass `untie=True` if "
+                    "that is what you want, or keep the adapter unmerged, where the tie does not matter."
+                )
+
+    def _set_tied(self, tied: bool) -> None:
+        """Keeps `config.tie_word_embeddings` true to the weights of a model whose head was tied."""
+        config = getattr(self.model, "config", None)
+        if config is None or not hasattr(self.model, "get_output_embeddings"):
+            return
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        if head is None or embedding is None:
+            return
+        is_tied = base_layer_of(head).weight is base_layer_of(embedding).weight
+        if not tied and config.tie_word_embeddings and not is_tied:
+            config.tie_word_embeddings = False
+            self._untied = True
+        elif tied and is_tied and getattr(self, "_untied", False):
+            config.tie_word_embeddings = True
+            self._untied = False
+
+    # ---------------------------------------------------------------------------------------------- mixed batches
+
+    @contextmanager
+    def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        # `adapter_names` of `forward` and `generate` reaches the layers by pre-hooks, as in LoRA
+        adapter_names = kwargs.pop("adapter_names", None)
+        if adapter_names is None:
+            yield
+            return
+        if self.training:
+            raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
+        expected = set(self.peft_config) | {"__base__"}
+        if unknown := sorted(set(adapter_names) - expected):
+            raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
+        beams = kwargs.get("num_beams") or 1
+        if isinstance(beams, int) and beams > 1:
+            adapter_names = [name for name in adapter_names for _ in range(beams)]
+        hook = partial(_pass_adapter_names, adapter_names=adapter_names)
+        handles = [
+            module.register_forward_pre_hook(hook, with_kwargs=True)
+            for module in self.modules()
+            if isinstance(module, EngramLayer | AuxiliaryTrainingWrapper)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # ---------------------------------------------------------------------------------------------- export
+
+    def save_as_lora(self, save_directory: str | os.PathLike, adapter_name: str = "default") -> None:
+        """Saves an adapter as a stock LoRA adapter: see [`interop.lora.save_as_lora`]."""
+        from ...interop.lora import save_as_lora
+
+        self._check_adapter_exists(adapter_name)
+        save_as_lora(save_directory, self, adapter_name)
+
+
+def _pass_adapter_names(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adapter_names: list[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    kwargs["adapter_names"] = adapter_names
+    return args, kwargs
+
+
+def _check_adapter_name(model: nn.Module, adapter_name: str) -> None:
+    """Raises a `ValueError` for a name that is a part of a module's path: PEFT would lose tensors when it saves."""
+    inside = ""
+    for key, module in model.named_modules():
+        if inside and key.startswith(inside + "."):
+            continue
+        if isinstance(module, EngramLayer):
+            inside = key
+        if adapter_name in key.split("."):
+            raise ValueError(
+                f"The adapter name {adapter_name!r} is also the name of a module of the model ({key}), which saving could not "
+                "tell apart. Choose another name."
+            )
+    if "." in adapter_name or not adapter_name:
+        raise ValueError(f"The adapter name {adapter_name!r} must not be empty or contain a dot.")
+
+
+def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> None:
+    """Raises a `ValueError` unless `state_dict` holds every factor of the adapter, in its shape."""
+    own = {
+        f"{key}.{part}": tensor
+        for key, module in model.named_modules()
+        if isinstance(module, EngramLayer) and adapter_name in module.engram_A
+        for part, tensor in module.state_dict().items()
+        if part.startswith(tuple(f"{name}.{adapter_name}." for name in module.adapter_layer_names))
+    }
+    if missing := sorted(own.keys() - state_dict.keys()):
+        raise ValueError(f"The adapter file lacks {len(missing)} of {len(own)} tensors, for example {missing[0]}.")
+    for key, tensor in own.items():
+        if state_dict[key].shape != tensor.shape:
+            raise ValueError(
+                f"The adapter file belongs to another model or config: {key} has shape {list(state_dict[key].shape)}, "
+                f"expected {list(tensor.shape)}."
+            )
+    if unknown := sorted(key for key in state_dict if ".engram_" in key and key not in own):
+        raise ValueError(f"The adapter file holds tensors that the model has no place for, for example {unknown[0]}.")
+
+
+def _take_off(model: nn.Module, adapter_name: str) -> None:
+    """Removes an adapter that could not be loaded."""
+    tuner = getattr(model, "base_model", None)
+    if not isinstance(tuner, EngramModel):
+        return
+    if len(tuner.peft_config) > 1:
+        model.delete_adapter(adapter_name)
+    else:
+        tuner.unload()
