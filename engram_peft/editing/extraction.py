@@ -45,7 +45,7 @@ SHARE_TOLERANCE = 0.01
 
 @dataclass
 class LayerDiagnostics:
-    """What was found in a layer. A scaling function is handed these, too: see [`scaling.LayerFacts`].
+    """What was found in a layer. A scaling function is handed these, too: see `scaling.LayerFacts`.
 
     **Attributes**:
         - **name** (`str`) -- Name of the layer.
@@ -108,7 +108,7 @@ class LayerDiagnostics:
 
 @dataclass
 class ExtractionReport:
-    """The outcome of [`extract_engram`]: one [`LayerDiagnostics`] a layer.
+    """The outcome of `extract_engram`: one `LayerDiagnostics` a layer.
 
     Quantities that were not needed for the edit are computed when they are first read, from the statistics.
     """
@@ -195,18 +195,23 @@ def extract_engram(
     error of the output `W M C_a^(1/2)`. The strength, `alpha`, stays as it is. Either every layer is filled or none.
 
     Args:
-        model ([`PeftModel`]): A model with an ENGRAM adapter.
-        target ([`Statistics`]): Of the data to take out.
-        total ([`Statistics`]): Of all data, the target among it: `merge_statistics(target, retain)`.
+        model (`PeftModel`): A model with an ENGRAM adapter.
+        target (`Statistics`): Of the data to take out.
+        total (`Statistics`): Of all data, the target among it: `merge_statistics(target, retain)`.
         adapter_name (`str`): Which adapter.
         scale (`str` or `Callable`):
             Factor of every layer: `"count_ratio"`, `"weight_norm"`, `"effective_rank"`, `"uniform"`, `"adaptive"`, a function
-            of [`scaling`], or your own from `{name: LayerFacts}` to `{name: float}`.
-        cut, rank_fraction, condition_cap, energy_fraction, ridge_delta, solver, seed:
-            How `C_a` is inverted: see [`spectrum.InverseOptions`].
+            of `scaling`, or your own from `{name: LayerFacts}` to `{name: float}`.
+        cut (`str`): Which directions of `C_a` are inverted: see `InverseOptions`, also for what follows.
+        rank_fraction (`float`, *optional*): Share of the directions that is looked at.
+        condition_cap (`float`, *optional*): For `cut="rtol"`.
+        energy_fraction (`float`): For `cut="energy"`.
+        ridge_delta (`float`): For `cut="ridge"`.
+        solver (`str`): `"auto"`, `"eigh"` or `"randomized"`.
+        seed (`int`): For the randomized solver.
 
     Returns:
-        [`ExtractionReport`]: What was found in every layer.
+        `ExtractionReport`: What was found in every layer.
 
     Raises:
         `ValueError`: The statistics lack a layer, belong to another model, tokenizer or mask rule, or `total` does not contain
@@ -233,13 +238,13 @@ def extract_engram(
     diagnostics: dict[str, LayerDiagnostics] = {}
     groups = list(_groups(layers, target, total, adapter_name, options))
     for group in logging.tqdm(groups, desc="Extracting"):
-        inverse, thin = group.solve()
+        product = group.solve()
         for name in group.names:
             layer = layers[name]
-            edit = _edit_of_layer(layer, adapter_name, thin, inverse, layer.requested_rank(adapter_name))
+            edit = _edit_of_layer(layer, adapter_name, product)
             edits[name] = edit
             diagnostics[name] = LayerDiagnostics(
-                name, group.target.count, group.total.count, group.width, inverse.rank, len(edit.right), 1.0, edit, group
+                name, group.target.count, group.total.count, group.width, product.inverse.rank, len(edit.right), 1.0, edit, group
             )  # fmt: skip
 
     factors = scaling(diagnostics)
@@ -249,7 +254,7 @@ def extract_engram(
             raise ValueError(
                 f"The scaling {scale_name} returned {factor} for {name}; a finite number a layer is needed."
             )
-        if not (torch.isfinite(edit.left).all() and torch.isfinite(edit.right).all()):
+        if not torch.isfinite(edit.left.sum() + edit.right.sum()):
             raise ValueError(
                 f"The edit of {name} is not finite: its statistics are too ill-conditioned. Use `cut='ridge'`."
             )
@@ -306,24 +311,59 @@ _NOT_CONTAINED = "`total` does not contain `target`: pass merge_statistics(targe
 
 
 @dataclass
-class _ThinProduct:
-    """`M = spread (R basis)^T`: `spread` is `(width, m)`, `basis` `(rank, m)`, or `None` for the identity."""
+class _FewRows:
+    """`M = F F^T R R^T` for a target of few rows, by `R^T F = Q diag(s) Z^T`: `M = spread (R basis)^T`, both thin, float64.
 
+    `spread = F Z diag(s)` is `(width, m)`, `basis = Q` is `(rank, m)` and orthonormal.
+    """
+
+    inverse: Inverse
     spread: torch.Tensor
-    basis: torch.Tensor | None
+    basis: torch.Tensor
 
-    def factors(self, inverse: Inverse, directions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(left, right)` with `left right = M V V^T` in the whitened basis, for orthonormal `directions` `V`, `(m, r)`."""
-        left, right = self.spread, self.basis
+    @property
+    def columns(self) -> int:
+        return self.basis.shape[1]
+
+    def output(self, weight: torch.Tensor) -> torch.Tensor:
+        """`W M C_a^(1/2)` in the basis, `(out, width) -> (out, m)`."""
+        return weight.to(self.spread.dtype) @ self.spread
+
+    def factors(self, directions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(left, right)` with `left right = M`, restricted to orthonormal `directions` `(m, r)` of the basis."""
+        spread, basis = self.spread, self.basis
         if directions is not None:
-            left = left @ directions
-            right = directions if right is None else right @ directions
-        if right is None:
-            right = torch.eye(inverse.rank, dtype=left.dtype, device=left.device)
-        right = inverse.unwhiten(right).mT
-        # balanced, so that half precision holds them equally well
-        balance = (left.norm(dim=0) / right.norm(dim=1).clamp_min(1e-30)).clamp_min(1e-30).sqrt()
-        return left / balance, right * balance[:, None]
+            spread, basis = spread @ directions.to(spread.dtype), basis @ directions.to(basis.dtype)
+        return _balanced(spread, self.inverse.unwhiten(basis).mT)
+
+
+@dataclass
+class _ManyRows:
+    """`M = C_t R R^T` for a target of many rows, where `M` has about full rank; float32, `R` is well conditioned."""
+
+    inverse: Inverse
+    covariance: torch.Tensor
+
+    @property
+    def columns(self) -> int:
+        return self.inverse.rank
+
+    def output(self, weight: torch.Tensor) -> torch.Tensor:
+        """`W M C_a^(1/2)` in the whitened basis, `(out, width) -> (out, m)`."""
+        return self.inverse.whiten((weight.to(self.covariance.dtype) @ self.covariance).mT).mT
+
+    def factors(self, directions: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(left, right)` with `left right = M`, restricted to orthonormal `directions` `(m, r)` of the basis."""
+        if directions is None:
+            directions = torch.eye(self.columns, dtype=self.covariance.dtype, device=self.covariance.device)
+        right = self.inverse.unwhiten(directions.to(self.covariance.dtype)).mT
+        return _balanced(self.covariance @ right.mT, right)
+
+
+def _balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same product with columns and rows of equal norm, so that half precision holds both equally well; float32."""
+    balance = (left.norm(dim=0) / right.norm(dim=1).clamp_min(1e-30)).clamp_min(1e-30).sqrt()
+    return (left / balance).float(), (right * balance[:, None]).float()
 
 
 @dataclass
@@ -369,24 +409,28 @@ class _Group:
         factor = self.target.factor(self.device)
         return None if factor is None else factor[: self.width] / self.target.count**0.5
 
-    def solve(self) -> tuple[Inverse, _ThinProduct]:
-        """The inverse of the reference, and `M`."""
+    def solve(self) -> _FewRows | _ManyRows:
+        """`M` of the group, with the inverse of the reference."""
         inverse = self._inverse()
         share = self.target.count / self.total.count
         factor = self._target_factor()
-        if factor is not None:
-            q, s, zt = torch.linalg.svd(inverse.whiten(factor), full_matrices=False)
-            kept = s.square() > FLOAT32_EPSILON * s[:1].square()
-            kept[0] = True  # an adapter has at least rank 1
-            q, s, zt = q[:, kept], s[kept], zt[kept]
-            self.__dict__["eigenvalues"] = share * s.square()
-            self.__dict__["coverage"] = _coverage(inverse, factor)
-            self._check_contains(float(s[0].square()) * share)
-            return inverse, _ThinProduct(factor @ zt.mT * s, q)
-        spread = inverse.whiten(self.covariance(self.target)).mT
-        if not self._contained_by_construction():
-            self._check_contains(largest_eigenvalue(inverse.whiten(spread)) * share)
-        return inverse, _ThinProduct(spread, None)
+        if factor is None:
+            covariance = self.covariance(self.target)
+            if not self._contained_by_construction():
+                whitened = inverse.whiten(inverse.whiten(covariance).mT)
+                self._check_contains(largest_eigenvalue(whitened) * share)
+            return _ManyRows(inverse, covariance.float())
+        whitened = inverse.whiten(factor)
+        eigenvalues, z = torch.linalg.eigh(whitened.mT @ whitened)
+        eigenvalues, z = eigenvalues.flip(0).clamp_min(0), z.flip(1)
+        kept = eigenvalues > FLOAT32_EPSILON * eigenvalues[0]
+        kept[0] = True  # an adapter has at least rank 1
+        eigenvalues, z = eigenvalues[kept], z[:, kept]
+        self.__dict__["eigenvalues"] = share * eigenvalues
+        self.__dict__["coverage"] = _coverage(inverse, factor)
+        self._check_contains(float(eigenvalues[0]) * share)
+        s = eigenvalues.sqrt()
+        return _FewRows(inverse, (factor @ z) * s, (whitened @ z) / s.clamp_min(1e-30))
 
     def _contained_by_construction(self) -> bool:
         parts = {id(tensor) for tensor in self.total.tensors()}
@@ -400,14 +444,14 @@ class _Group:
 
     @cached_property
     def eigenvalues(self) -> torch.Tensor:
-        """See [`LayerDiagnostics.eigenvalues`]."""
+        """See `LayerDiagnostics.eigenvalues`."""
         inverse = self._inverse()
         whitened = inverse.whiten(inverse.whiten(self.covariance(self.target)).mT)
         return torch.linalg.eigvalsh(whitened).flip(0).clamp_min(0) * (self.target.count / self.total.count)
 
     @cached_property
     def coverage(self) -> float:
-        """See [`LayerDiagnostics.coverage`]."""
+        """See `LayerDiagnostics.coverage`."""
         inverse = self._inverse()
         if not isinstance(inverse, SpectralInverse):
             return 1.0
@@ -437,25 +481,27 @@ def _groups(
         yield _Group(group, target.moments[group[0]], total.moments[group[0]], width, device, options)
 
 
-def _edit_of_layer(layer: Any, adapter_name: str, thin: _ThinProduct, inverse: Inverse, rank: int | None) -> _Edit:
-    """The factors of a layer: all of `M` that its output can show, or the best `rank` directions of that."""
-    columns = thin.spread.shape[1]
+def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows) -> _Edit:
+    """The factors of a layer: all of `M` that its output can show, or the best directions of that."""
+    rank, columns = layer.requested_rank(adapter_name), product.columns
+    weight = layer.weight_matrix(adapter_name)
     directions = None
-    if (rank is not None and rank < columns) or layer.out_features < columns:
-        output = (
-            layer.weight_matrix(adapter_name).double() @ thin.spread
-        )  # W M C_a^(1/2) in the whitened basis, (out, m)
-        if rank is not None and rank < min(output.shape):
-            directions = _leading_right_singular_vectors(output, rank)
-        else:
-            directions = torch.linalg.qr(output.mT).Q
-    left, right = thin.factors(inverse, directions)
-    return _Edit(layer, adapter_name, left.float(), right.float(), layer.in_features)
+    if rank is not None and rank < min(columns, layer.out_features):
+        directions = _leading_directions(weight, product, rank)
+    elif layer.out_features < columns:
+        directions = torch.linalg.qr(product.output(weight).mT).Q
+    left, right = product.factors(directions)
+    return _Edit(layer, adapter_name, left, right, layer.in_features)
 
 
-def _leading_right_singular_vectors(matrix: torch.Tensor, rank: int) -> torch.Tensor:
-    """`(columns, rank)`, by the eigenvectors of the smaller of the two Gram matrices."""
-    if len(matrix) < matrix.shape[1]:
-        left = torch.linalg.eigh(matrix @ matrix.mT)[1][:, -rank:]
-        return torch.linalg.qr(matrix.mT @ left).Q
-    return torch.linalg.eigh(matrix.mT @ matrix)[1][:, -rank:]
+def _leading_directions(weight: torch.Tensor, product: _FewRows | _ManyRows, rank: int) -> torch.Tensor:
+    """The first right singular vectors of the output, `(m, rank)`, from the smaller of its Gram matrices."""
+    if len(weight) < product.columns:
+        output = product.output(weight).double()
+        vectors = torch.linalg.eigh(output @ output.mT)[1][:, -rank:]
+        return torch.linalg.qr(output.mT @ vectors).Q
+    gram = torch.zeros(product.columns, product.columns, dtype=torch.float64, device=weight.device)
+    for rows in weight.split(8192):  # a head has one row a word
+        output = product.output(rows)
+        gram += output.mT @ output
+    return torch.linalg.eigh(gram)[1][:, -rank:]

@@ -1,7 +1,7 @@
 """How strongly each layer is edited: one factor a layer, on top of the adapter's `alpha`.
 
 A scaling is a function from every layer's facts to a factor a layer, so it may compare layers. Its names are those of
-ai-engram; the paper's rule is [`count_ratio`], its adaptive rule `compose(count_ratio(1), weight_norm(1))`.
+ai-engram; the paper's rule is `count_ratio`, its adaptive rule `compose(count_ratio(1), weight_norm(1))`.
 """
 
 from __future__ import annotations

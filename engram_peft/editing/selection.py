@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from peft import PeftModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 
@@ -37,10 +39,10 @@ class Selection:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside PEFT, `torch.compile`, DDP and DataParallel wrappers; its module names are the ones that count."""
     while True:
-        if hasattr(model, "get_base_model"):  # PeftModel
+        if isinstance(model, PeftModel):
             model = model.get_base_model()
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
-            model = model._orig_mod
+        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+            model = compiled
         elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
         else:
@@ -49,8 +51,8 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def base_layer_of(module: nn.Module) -> nn.Module:
     """The layer inside PEFT's wrappers."""
-    while isinstance(getattr(module, "base_layer", None), nn.Module):
-        module = module.base_layer
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        module = inner
     return module
 
 
@@ -98,9 +100,11 @@ def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module
 
 def output_head(model: nn.Module) -> nn.Module | None:
     """The layer that makes the logits, inside its PEFT wrapper if it has one."""
+    if not isinstance(model, PreTrainedModel):
+        return None
     try:
         head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
+    except NotImplementedError:
         return None
     return None if head is None else base_layer_of(head)
 

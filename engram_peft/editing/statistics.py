@@ -1,6 +1,6 @@
 """Second moments of layer inputs: all that an edit has to know about the data.
 
-A [`Moment`] is the sum of outer products of the inputs of one layer, a [`Statistics`] holds one for every selected layer
+A `Moment` is the sum of outer products of the inputs of one layer, a `Statistics` holds one for every selected layer
 and says where they come from. Layers that read the same tensor (`q_proj`, `k_proj` and `v_proj`, say) share one moment.
 """
 
@@ -52,7 +52,7 @@ class Moment:
         self.count = 0
         self.rows: list[torch.Tensor] = []
         self.sums: list[Panels] = []
-        self._summed_up = 0  # rows in `sums[-1]`, if `add` made it; 0: it belongs to somebody else
+        self._summed_up = 0  # rows in `sums[-1]` if `add` may write into it; 0: it is shared, or there is none
 
     def add(self, rows: torch.Tensor) -> None:
         """Adds float32 `rows`, `(n, dim)`. The tensor may be kept: it must not be changed afterwards."""
@@ -90,7 +90,13 @@ class Moment:
         if self.rows:
             rows = torch.cat(self.rows).to(device, torch.float64)
             total += rows.mT @ rows
-        return total.triu_().add_(total.triu(1).mT)
+        # only what is on and above the diagonal counts; mirror it block by block
+        for start in range(0, self.dim, PANEL_ROWS):
+            stop = start + PANEL_ROWS
+            square = total[start:stop, start:stop]
+            square.copy_(square.triu() + square.triu(1).mT)
+            total[stop:, start:stop] = total[start:stop, stop:].mT
+        return total
 
     def factor(self, device: str | torch.device | None = None) -> torch.Tensor | None:
         """`F` with `S = F F^T`, `(dim, n)` float64, where the rank is at most `dim / 2`; otherwise `None`."""
@@ -118,15 +124,13 @@ class Moment:
 
     def copy(self) -> Moment:
         """A moment to which rows can be added without changing this one."""
-        other = self.to(self.device)
+        other = Moment.merged([self])
         other.sums = [[panel.clone() for panel in panels] for panels in self.sums]
-        other._summed_up = self._summed_up
         return other
 
     def to(self, device: str | torch.device) -> Moment:
         """The same moment on `device`; tensors that are there already are shared."""
-        other = Moment(self.dim)
-        other.count = self.count
+        other = Moment.merged([self])
         other.rows = [rows.to(device) for rows in self.rows]
         other.sums = [[panel.to(device) for panel in panels] for panels in self.sums]
         return other
@@ -142,6 +146,7 @@ class Moment:
             total.count += moment.count
             total.rows += moment.rows
             total.sums += moment.sums
+            moment._summed_up = 0  # from here on its sums are shared
         return total
 
 
@@ -188,7 +193,7 @@ class Provenance:
             )
 
     def merged(self, other: Provenance) -> Provenance:
-        """The provenance of both together, after [`Provenance.check_agrees`]."""
+        """The provenance of both together, after `Provenance.check_agrees`."""
         self.check_agrees(other)
         return Provenance(
             model=self.model or other.model,
@@ -206,7 +211,7 @@ class Statistics:
 
     Args:
         moments (`dict[str, Moment]`):
-            One [`Moment`] a layer, by the layer's name in the unwrapped model. Layers that read the same input share one.
+            One `Moment` a layer, by the layer's name in the unwrapped model. Layers that read the same input share one.
         provenance (`Provenance`): Model, tokenizer and mask rule they were collected with.
 
     Example:
@@ -257,7 +262,7 @@ class Statistics:
         return Statistics(self._with_moments([moment.to(device) for moment, _ in self.groups()]), self.provenance)
 
     def merge(self, *others: Statistics) -> Statistics:
-        """The statistics of all data together: see [`merge_statistics`]."""
+        """The statistics of all data together: see `merge_statistics`."""
         return merge_statistics(self, *others)
 
     def save(self, path: str | os.PathLike) -> None:
@@ -293,11 +298,11 @@ class Statistics:
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: str | torch.device = "cpu") -> Statistics:
-        """Reads what [`Statistics.save`] wrote.
+        """Reads what `Statistics.save` wrote.
 
         Raises:
             `FileNotFoundError`: There is no such file.
-            `ValueError`: The file is truncated, was not written by [`Statistics.save`], or its header does not fit its tensors.
+            `ValueError`: The file is truncated, was not written by `Statistics.save`, or its header does not fit its tensors.
         """
         if not Path(path).exists():
             raise FileNotFoundError(f"There is no statistics file {path}.")
@@ -321,7 +326,7 @@ def merge_statistics(*statistics: Statistics) -> Statistics:
     """The statistics of all data together; exact, associative, and free: the sums are shared, not copied.
 
     Args:
-        statistics ([`Statistics`]): Statistics of the same layers of the same model.
+        statistics (`Statistics`): Statistics of the same layers of the same model.
 
     Raises:
         `ValueError`: They hold different layers, or come from different models, tokenizers or mask rules.

@@ -25,7 +25,7 @@ def engram_to_lora(tuner: EngramModel, adapter_name: str = "default") -> tuple[L
     else. A layer whose bias is edited needs `lora_bias`, which not every engine loads.
 
     Args:
-        tuner ([`EngramModel`]): The tuner, `peft_model.base_model`.
+        tuner (`EngramModel`): The tuner, `peft_model.base_model`.
         adapter_name (`str`): Which adapter.
 
     Returns:
@@ -69,11 +69,11 @@ def engram_to_lora(tuner: EngramModel, adapter_name: str = "default") -> tuple[L
 
 
 def save_as_lora(save_directory: str | os.PathLike, tuner: EngramModel, adapter_name: str = "default") -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors` of a stock LoRA adapter: see [`engram_to_lora`].
+    """Writes `adapter_config.json` and `adapter_model.safetensors` of a stock LoRA adapter: see `engram_to_lora`.
 
     Args:
         save_directory (`str` or `os.PathLike`): Folder to write to.
-        tuner ([`EngramModel`]): The tuner, `peft_model.base_model`.
+        tuner (`EngramModel`): The tuner, `peft_model.base_model`.
         adapter_name (`str`): Which adapter.
     """
     config, state_dict = engram_to_lora(tuner, adapter_name)

@@ -16,7 +16,7 @@ from .card import check_weights_file, describe_in_card
 @dataclass
 class EngramConfig(PeftConfig):
     """
-    This is the configuration class to store the configuration of an [`EngramModel`].
+    This is the configuration class to store the configuration of an `EngramModel`.
 
     Args:
         r (`int`, *optional*):
@@ -42,13 +42,13 @@ class EngramConfig(PeftConfig):
         absorb_bias (`bool`):
             Whether biases are edited together with their weights, as one more column.
         scale (`float`):
-            Multiplies every strength; what [`EngramModel.set_scale`] sets and saving keeps.
+            Multiplies every strength; what `EngramModel.set_scale` sets and saving keeps.
         init_weights (`bool`):
             `True` starts as an exact identity, `False` with random factors (for tests).
         description (`str`, *optional*):
             What the adapter takes out, in your words, for the model card. Texts themselves are never written there.
         extraction (`dict`, *optional*):
-            How the adapter was filled: counts, options and mask rule. Written by [`extract_engram`].
+            How the adapter was filled: counts, options and mask rule. Written by `extract_engram`.
 
     Example:
 
@@ -63,10 +63,10 @@ class EngramConfig(PeftConfig):
 
     r: int | None = field(default=None, metadata={"help": "Rank of the factors; None: what the data asks for."})
     alpha: float = field(default=1.0, metadata={"help": "Strength of the edit."})
-    target_modules: list[str] | str | None = field(
+    target_modules: list[str] | set[str] | str | None = field(
         default=None, metadata={"help": "Names of the modules to edit, a list of suffixes or a regular expression."}
     )
-    exclude_modules: list[str] | str | None = field(
+    exclude_modules: list[str] | set[str] | str | None = field(
         default=None,
         metadata={"help": "Names of the modules to leave alone, a list of suffixes or a regular expression."},
     )

@@ -45,7 +45,7 @@ class EngramLayer(BaseTunerLayer):
     **Attributes**:
         - **engram_A** (`nn.ModuleDict`) -- `A`: `nn.Linear(in_features, r)`; its bias is the column of the constant.
         - **engram_B** (`nn.ModuleDict`) -- `B`: `nn.Linear(r, in_features)`, with one more output for the constant.
-        - **engram_strength** (`nn.ModuleDict`) -- [`RowStrength`]: the layer's factor `f`, or a strength a row.
+        - **engram_strength** (`nn.ModuleDict`) -- `RowStrength`: the layer's factor `f`, or a strength a row.
         - **engram_scaling** (`dict[str, float]`) -- Strength of the whole adapter, `alpha * scale`.
     """
 
@@ -69,7 +69,7 @@ class EngramLayer(BaseTunerLayer):
         self.engram_requested_rank: dict[str, int | None] = {}
         self.engram_absorbs_bias: dict[str, bool] = {}
         self._disable_adapters = False
-        self.merged_adapters = []
+        self.merged_adapters: list[str] = []
         # the base layer's own Parameters while it is merged: putting them back is exact and restores ties, too
         self._unmerged: tuple[nn.Parameter, nn.Parameter | None] | None = None
         self.kwargs = kwargs
@@ -98,7 +98,7 @@ class EngramLayer(BaseTunerLayer):
             r (`int`, *optional*): Rank of the factors; `None` if the data will decide.
             requested_rank (`int`, *optional*): Rank that extraction may use at most.
             alpha (`float`): Strength of this layer.
-            config ([`EngramConfig`]): Configuration of the adapter.
+            config (`EngramConfig`): Configuration of the adapter.
         """
         self.engram_alpha[adapter_name] = alpha
         self.engram_scale[adapter_name] = config.scale
@@ -134,19 +134,22 @@ class EngramLayer(BaseTunerLayer):
             strength (`float` or `torch.Tensor`): For all rows, or `(r,)`.
         """
         old = self._modules_of(adapter_name)[0].weight
-        self._make_factors(adapter_name, len(right))
+
+        def parameter(tensor: torch.Tensor) -> nn.Parameter:
+            copied = tensor.detach().to(old.device, old.dtype, copy=True).contiguous()
+            return nn.Parameter(copied, requires_grad=old.requires_grad)
+
+        with torch.device("meta"):  # the values come from the arguments: no need to draw random ones
+            self._make_factors(adapter_name, len(right))
         a, b, rows = self._modules_of(adapter_name)
-        with torch.no_grad():
-            a.weight.copy_(right[:, : self.in_features])
-            if a.bias is not None:
-                a.bias.copy_(right[:, self.in_features])
-            b.weight.copy_(left)
-            rows.weight.copy_(torch.as_tensor(strength))
-        for module in (a, b, rows):
-            module.to(old.device, old.dtype).requires_grad_(old.requires_grad)
+        a.weight = parameter(right[:, : self.in_features])
+        if a.bias is not None:
+            a.bias = parameter(right[:, self.in_features])
+        b.weight = parameter(left)
+        rows.weight = parameter(torch.as_tensor(strength, dtype=torch.float32).expand(len(right)))
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as [`EngramLayer.fill`] takes them."""
+        """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as `EngramLayer.fill` takes them."""
         a, b, rows = self._modules_of(adapter_name)
         right = a.weight if a.bias is None else torch.cat([a.weight, a.bias[:, None]], dim=1)
         return right, b.weight, rows.weight
@@ -176,7 +179,7 @@ class EngramLayer(BaseTunerLayer):
             self.engram_scaling[adapter] *= scale
 
     def unscale_layer(self, scale: float | None = None) -> None:
-        """Divides the strength of the active adapters by `scale`; without it, back to what [`EngramLayer.set_scale`] set."""
+        """Divides the strength of the active adapters by `scale`; without it, back to what `EngramLayer.set_scale` set."""
         if scale == 0:
             raise ValueError("`scale` must not be 0: what was multiplied by 0 comes back with `unscale_layer()`.")
         self._check_scale(1.0 if scale is None else scale)
@@ -196,17 +199,21 @@ class EngramLayer(BaseTunerLayer):
 
     def base_bias(self) -> torch.Tensor | None:
         """The bias of the base layer, if it has one."""
-        return getattr(self.get_base_layer(), "bias", None)
+        return cast(torch.Tensor | None, getattr(self.get_base_layer(), "bias", None))
 
     def weight_matrix(self, adapter_name: str) -> torch.Tensor:
         """`W`, or `[W | b]` if the adapter absorbs the bias, unmerged: `(out_features, width)`, at least float32."""
+        return self._original_matrix()[:, : self.in_features + self.absorbs_bias(adapter_name)]
+
+    def _original_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
         base = self.get_base_layer()
-        weight, bias = self._unmerged or (base.weight, base.bias)
-        weight = transpose(weight.detach(), self.fan_in_fan_out).to(_wide(weight.dtype))
-        if self.absorbs_bias(adapter_name):
-            assert bias is not None
-            weight = torch.cat([weight, bias.detach()[:, None].to(weight.dtype)], dim=1)
-        return weight
+        return self._unmerged or (cast(nn.Parameter, base.weight), cast(nn.Parameter | None, base.bias))
+
+    def _original_matrix(self) -> torch.Tensor:
+        """`[W | b]`, or `W` where there is no bias, unmerged, at least float32."""
+        weight, bias = self._original_parameters()
+        matrix = transpose(weight.detach(), self.fan_in_fan_out).to(_wide(weight.dtype))
+        return matrix if bias is None else torch.cat([matrix, bias.detach()[:, None].to(matrix.dtype)], dim=1)
 
     def output_factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The edit as a product in the weight's own space: `[dW | db] = up down`, `(out, r)` and `(r, width)`.
@@ -237,26 +244,21 @@ class EngramLayer(BaseTunerLayer):
         adapter_names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.engram_A]
         if not adapter_names:
             return
-        base = self.get_base_layer()
-        weight, bias = self._unmerged or (base.weight, base.bias)
-        new_weight = weight.detach().to(_wide(weight.dtype))
-        new_bias = None if bias is None else bias.detach().to(_wide(bias.dtype))
         merged = self.merged_adapters + adapter_names
+        weight, bias = self._original_parameters()
+        total = self._original_matrix().clone()
         for name in merged:
             up, down = self.output_factors(name)
-            new_weight = new_weight + transpose(up @ down[:, : self.in_features], self.fan_in_fan_out)
-            if self.absorbs_bias(name):
-                new_bias = new_bias + up @ down[:, self.in_features]
-            if safe_merge and not all(
-                torch.isfinite(new.to(old.dtype)).all()
-                for new, old in ((new_weight, weight), (new_bias, bias))
-                if new is not None
-            ):
+            total[:, : down.shape[1]] += up @ down
+            if safe_merge and not torch.isfinite(total.to(weight.dtype)).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
         # new Parameters and not new values: another layer may hold the same Parameter
-        base.weight = nn.Parameter(new_weight.to(weight.dtype).contiguous(), requires_grad=weight.requires_grad)
+        base = self.get_base_layer()
+        new_weight = transpose(total[:, : self.in_features], self.fan_in_fan_out).to(weight.dtype).contiguous()
+        base.weight = nn.Parameter(new_weight, requires_grad=weight.requires_grad)
         if bias is not None and any(self.absorbs_bias(name) for name in merged):
-            base.bias = nn.Parameter(new_bias.to(bias.dtype), requires_grad=bias.requires_grad)
+            new_bias = total[:, self.in_features].to(bias.dtype).contiguous()
+            base.bias = nn.Parameter(new_bias, requires_grad=bias.requires_grad)
         self._unmerged = (weight, bias)
         self.merged_adapters = merged
 
@@ -304,7 +306,8 @@ class EngramLayer(BaseTunerLayer):
         result = self.base_layer(edited.to(x.dtype), *args, **kwargs)
         if constant is not None:
             # what was taken out of the constant 1 goes missing from the bias
-            result = (result - constant * self.base_bias()).to(result.dtype)
+            bias = cast(torch.Tensor, self.base_bias())
+            result = (result - constant * bias).to(result.dtype)
         return result
 
     def _mixed_batch_forward(
@@ -319,7 +322,7 @@ class EngramLayer(BaseTunerLayer):
         return result
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """PEFT's conversion knows weights only; with an absorbed bias use [`EngramModel.save_as_lora`]."""
+        """PEFT's conversion knows weights only; with an absorbed bias use `EngramModel.save_as_lora`."""
         return not self.engram_absorbs_bias.get(adapter_name, False)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils.error import NoMatchingPeftModuleError
 from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
@@ -35,14 +35,13 @@ class EngramModel(BaseTuner):
     Creates a model whose layers can be edited in closed form (ENGRAM) from a pretrained model.
 
     Args:
-        model ([`torch.nn.Module`]): The model to which the adapter tuner layers will be attached.
-        config ([`EngramConfig`]): The configuration of the ENGRAM adapter.
+        model (`torch.nn.Module`): The model to which the adapter tuner layers will be attached.
+        peft_config (`EngramConfig`): The configuration of the ENGRAM adapter.
         adapter_name (`str`): The name of the adapter, defaults to `"default"`.
         low_cpu_mem_usage (`bool`, `optional`, defaults to `False`):
             Create empty adapter weights on meta device. Useful to speed up the loading process.
-
-    Returns:
-        `torch.nn.Module`: The model with ENGRAM layers; an identity until [`extract_engram`] fills it.
+        state_dict (`dict[str, torch.Tensor]`, *optional*):
+            If given, its keys say which layers get an adapter.
 
     Example:
 
@@ -57,17 +56,24 @@ class EngramModel(BaseTuner):
         ```
 
     **Attributes**:
-        - **model** ([`~torch.nn.Module`]) -- The model to be adapted.
-        - **peft_config** ([`EngramConfig`]): The configuration of the ENGRAM adapter.
-        - **reports** (`dict[str, ExtractionReport]`): What [`unlearn`] found in the layers, by adapter.
+        - **model** (`~torch.nn.Module`) -- The model to be adapted.
+        - **peft_config** (`EngramConfig`): The configuration of the ENGRAM adapter.
+        - **reports** (`dict[str, ExtractionReport]`): What `unlearn` found in the layers, by adapter.
     """
 
     prefix: str = "engram_"
     tuner_layer_cls = EngramLayer
     target_module_mapping: dict[str, list[str]] = {}  # a default for every model: see `_prepare_adapter_config`
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        model: nn.Module,
+        peft_config: EngramConfig | dict[str, EngramConfig],
+        adapter_name: str,
+        low_cpu_mem_usage: bool = False,
+        state_dict: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(model, peft_config, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage, state_dict=state_dict)
         self.reports: dict[str, ExtractionReport] = {}
 
     # ---------------------------------------------------------------------------------------------- injection
@@ -227,7 +233,7 @@ class EngramModel(BaseTuner):
         self, adapter_names: list[str] | None = None, safe_merge: bool = False, untie: bool = False
     ) -> None:
         """
-        This method merges the adapter layers into the base model; [`EngramModel.unmerge_adapter`] restores it to the bit.
+        This method merges the adapter layers into the base model; `EngramModel.unmerge_adapter` restores it to the bit.
 
         Args:
             adapter_names (`list[str]`, *optional*):
@@ -267,9 +273,9 @@ class EngramModel(BaseTuner):
 
         Args:
             progressbar (`bool`): Whether to show a progressbar.
-            safe_merge (`bool`): See [`EngramModel.merge_adapter`].
-            adapter_names (`list[str]`, *optional*): See [`EngramModel.merge_adapter`].
-            untie (`bool`): See [`EngramModel.merge_adapter`].
+            safe_merge (`bool`): See `EngramModel.merge_adapter`.
+            adapter_names (`list[str]`, *optional*): See `EngramModel.merge_adapter`.
+            untie (`bool`): See `EngramModel.merge_adapter`.
         """
         if safe_merge or untie:
             # all or nothing: a layer that cannot be merged must not leave half a model behind
@@ -285,7 +291,7 @@ class EngramModel(BaseTuner):
         return super().unload()
 
     def _check_merge_allowed(self) -> None:
-        """Ties are handled exactly: see [`EngramModel._check_untied`]."""
+        """Ties are handled exactly: see `EngramModel._check_untied`."""
 
     def _check_untied(self, adapter_names: list[str] | None, untie: bool) -> None:
         """Raises a `ValueError` if a weight that is to change belongs to another layer as well."""
@@ -351,7 +357,7 @@ class EngramModel(BaseTuner):
     # ---------------------------------------------------------------------------------------------- export
 
     def save_as_lora(self, save_directory: str | os.PathLike, adapter_name: str = "default") -> None:
-        """Saves an adapter as a stock LoRA adapter: see [`interop.lora.save_as_lora`]."""
+        """Saves an adapter as a stock LoRA adapter: see `interop.lora.save_as_lora`."""
         from ...interop.lora import save_as_lora
 
         self._check_adapter_exists(adapter_name)
@@ -405,10 +411,9 @@ def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict
 
 def _take_off(model: nn.Module, adapter_name: str) -> None:
     """Removes an adapter that could not be loaded."""
-    tuner = getattr(model, "base_model", None)
-    if not isinstance(tuner, EngramModel):
+    if not isinstance(model, PeftModel) or not isinstance(model.base_model, EngramModel):
         return
-    if len(tuner.peft_config) > 1:
+    if len(model.peft_config) > 1:
         model.delete_adapter(adapter_name)
     else:
-        tuner.unload()
+        model.base_model.unload()
