@@ -46,7 +46,7 @@ HELD_OUT = {
     "Vietnam": "Hanoi",
 }  # fmt: skip
 
-ALPHAS = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 2.0]
+ALPHAS = [0.25, 0.5, 0.75, 1.25, 1.5]  # the plot has these, 0 and the adapter's own
 PASSAGE_TOKENS = 128
 
 
@@ -220,13 +220,18 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-    texts = passages(tokenizer, 64)
-    shown, held_out = texts[::4] + texts[1::4] + texts[2::4], texts[3::4]
+    texts = passages(tokenizer, 56)
+    shown, held_out = [text for i, text in enumerate(texts) if i % 8], texts[::8]
     before = measure(model, tokenizer, held_out)
     answers_before = {country: answer(model, tokenizer, country) for country in FORGET}
 
     started = time.perf_counter()
-    config = EngramConfig(alpha=args.alpha, task_type="CAUSAL_LM", description="Ten capitals, of Japan to Iraq.")
+    config = EngramConfig(
+        target_modules=["down_proj"],  # what the MLPs write: most of what forgetting needs, least of the rest
+        alpha=args.alpha,
+        task_type="CAUSAL_LM",
+        description="Takes the capitals of ten countries out of the model.",
+    )
     peft_model = unlearn(
         model,
         tokenizer,
@@ -247,11 +252,11 @@ def main() -> None:
     print_measurements({"before": before, "after": after, "reloaded": reloaded})
     print(f"\nThe adapter is in {args.out}/ ({size:.0f} MB).")
 
-    curve = {}
+    curve = {0.0: before, args.alpha: after}
     for alpha in ALPHAS:
         peft_model.set_scale("default", alpha / args.alpha)  # nothing is recomputed
         curve[alpha] = measure(peft_model, tokenizer, held_out)
-    plot_trade_off(curve, args.alpha, args.plot)
+    plot_trade_off(dict(sorted(curve.items())), args.alpha, args.plot)
     print(f"The trade-off over alpha is in {args.plot}.")
 
 

@@ -363,7 +363,7 @@ class _ManyRows:
 def _balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same product with columns and rows of equal norm, so that half precision holds both equally well; float32."""
     balance = (left.norm(dim=0) / right.norm(dim=1).clamp_min(1e-30)).clamp_min(1e-30).sqrt()
-    return (left / balance).float(), (right * balance[:, None]).float()
+    return (left / balance).float().contiguous(), (right * balance[:, None]).float().contiguous()
 
 
 @dataclass

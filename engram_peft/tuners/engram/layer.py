@@ -125,7 +125,7 @@ class EngramLayer(BaseTunerLayer):
         return cast(nn.Linear, a), cast(nn.Linear, b), cast(RowStrength, strength)
 
     def fill(self, adapter_name: str, right: torch.Tensor, left: torch.Tensor, strength: float | torch.Tensor) -> None:
-        """Replaces the factors of an adapter; its dtype, device and gradient flags stay.
+        """Replaces the factors of an adapter; its dtype, device and gradient flags stay. The tensors may be kept.
 
         Args:
             adapter_name (`str`): Which adapter.
@@ -136,8 +136,7 @@ class EngramLayer(BaseTunerLayer):
         old = self._modules_of(adapter_name)[0].weight
 
         def parameter(tensor: torch.Tensor) -> nn.Parameter:
-            copied = tensor.detach().to(old.device, old.dtype, copy=True).contiguous()
-            return nn.Parameter(copied, requires_grad=old.requires_grad)
+            return nn.Parameter(tensor.detach().to(old.device, old.dtype).contiguous(), requires_grad=old.requires_grad)
 
         with torch.device("meta"):  # the values come from the arguments: no need to draw random ones
             self._make_factors(adapter_name, len(right))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -255,6 +256,12 @@ class EngramModel(BaseTuner):
             raise
         if untie:
             self._set_tied(False)
+        merged = {name for layer in self._layers().values() for name in layer.merged_adapters}
+        if idle := [name for name in self.active_adapters if name not in merged]:
+            warnings.warn(
+                f"The adapters {idle} are active but not merged: they have no effect until `unmerge_adapter()` is called.",
+                stacklevel=2,
+            )
 
     def unmerge_adapter(self) -> None:
         """Puts the weights of the base model back, to the bit, and ties what was tied."""
@@ -285,10 +292,18 @@ class EngramModel(BaseTuner):
         return super().merge_and_unload(progressbar=progressbar, adapter_names=adapter_names)
 
     def unload(self) -> nn.Module:
-        """Returns the base model, as it was, by removing all the PEFT modules."""
+        """Returns the base model, as it was, by removing all the PEFT modules; merged adapters are unmerged first."""
+        self._unmerge_if_merged()
+        return super().unload()
+
+    def disable_adapter_layers(self) -> None:
+        """Disables all adapters: the model is the base model, to the bit. Merged adapters are unmerged first."""
+        self._unmerge_if_merged()
+        super().disable_adapter_layers()
+
+    def _unmerge_if_merged(self) -> None:
         if any(layer.merged for layer in self._layers().values()):
             self.unmerge_adapter()
-        return super().unload()
 
     def _check_merge_allowed(self) -> None:
         """Ties are handled exactly: see `EngramModel._check_untied`."""
