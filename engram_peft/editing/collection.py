@@ -27,7 +27,6 @@ from .statistics import Moment, Provenance, Statistics
 MaskFn = Callable[[Any], torch.Tensor]
 
 
-@torch.no_grad()
 def collect_statistics(
     model: nn.Module,
     data: Sequence[Item] | Iterable[Any],
@@ -86,7 +85,8 @@ def collect_statistics(
     stream = _Stream(data, tokenizer, mask_fn, token_position, batch_size, max_length)
 
     collector = _Collector(layers, device)
-    with _evaluating(base), collector:
+    # a caller's inference mode would hide in-place changes from us
+    with torch.inference_mode(False), torch.no_grad(), _evaluating(base), collector:
         run = _BodyRunner(base, layers, collector)
         progress = logging.tqdm(stream, total=len(stream), desc="Collecting statistics")
         for inputs, mask in progress:
@@ -307,6 +307,11 @@ def _check_padding_is_masked(inputs: Mapping[str, Any], config: Any) -> None:
             )
 
 
+def _version(x: torch.Tensor) -> float:
+    # tensors made in inference mode do not count their changes: never the same as before
+    return float("nan") if x.is_inference() else x._version
+
+
 class _Group:
     """Layers that are handed the same tensor in every forward pass, and the moment of that tensor."""
 
@@ -314,12 +319,15 @@ class _Group:
         self.moment = moment
         self.members: list[str] = []
         self.tensor: weakref.ref[torch.Tensor] | None = None  # what this batch's first member was handed
-        self.version = -1
+        self.version = -1.0
         self.arrived: set[str] = set()
         self.pending: torch.Tensor | None = None  # its rows, until all members have come
 
+    def take(self, x: torch.Tensor, rows: torch.Tensor) -> None:
+        self.tensor, self.version, self.pending = weakref.ref(x), _version(x), rows
+
     def holds(self, x: torch.Tensor) -> bool:
-        return self.tensor is not None and self.tensor() is x and self.version == x._version
+        return self.tensor is not None and self.tensor() is x and self.version == _version(x)
 
     def fold(self) -> None:
         if self.pending is not None:
@@ -379,6 +387,9 @@ class _Collector:
 
     def end_batch(self) -> None:
         for group in set(self.group_of.values()):
+            if group.tensor is not None:
+                for name in set(group.members) - group.arrived:  # left out of this pass: it has none of its rows
+                    self._split_off(name, group)
             group.fold()
             group.tensor, group.arrived = None, set()
         self.by_tensor.clear()
@@ -397,8 +408,7 @@ class _Collector:
             # called twice in one pass, or no longer handed what its siblings are: from here on it counts for itself
             group = self._split_off(name, group)
         if group.tensor is None:
-            group.tensor, group.version = weakref.ref(x), x._version
-            group.pending = self._rows(name, module, x)
+            group.take(x, self._rows(name, module, x))
         group.arrived.add(name)
         if self.first_batch or len(group.arrived) == len(group.members):
             group.fold()

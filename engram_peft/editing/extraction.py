@@ -98,12 +98,12 @@ class LayerDiagnostics:
     @property
     def target_effective_rank(self) -> float:
         """Effective rank of `C_t`."""
-        return effective_rank(self._group.covariance(self._group.target))
+        return self._group.target_effective_rank
 
     @property
     def total_effective_rank(self) -> float:
         """Effective rank of `C_a`."""
-        return effective_rank(self._group.covariance(self._group.total))
+        return self._group.total_effective_rank
 
 
 @dataclass
@@ -129,7 +129,10 @@ class ExtractionReport:
         )
 
     def release(self) -> ExtractionReport:
-        """Computes what is still open and lets go of the statistics and the layers. Returns itself."""
+        """Computes what `print` and `plot` show and lets go of the statistics and the layers. Returns itself.
+
+        Effective ranks, which are dear and seldom looked at, are kept only if they were read before.
+        """
         for diagnostics in self.layers.values():
             _ = diagnostics.eigenvalues, diagnostics.coverage, diagnostics.weight_norm, diagnostics.projection_norm
         for diagnostics in self.layers.values():
@@ -403,7 +406,13 @@ class _Group:
         return moment.dense(self.device)[: self.width, : self.width].div_(moment.count)
 
     def _inverse(self) -> Inverse:
-        return invert(self.covariance(self.total), self.total.count, self.options)
+        covariance = self.covariance(self.total)
+        self._check_finite(covariance, "total")
+        return invert(covariance, self.total.count, self.options)
+
+    def _check_finite(self, sums: torch.Tensor, role: str) -> None:
+        if not torch.isfinite(sums.sum()):
+            raise ValueError(f"`{role}` holds NaN or infinity in the statistics of {self.names[0]}. Collect them again.")
 
     def _target_factor(self) -> torch.Tensor | None:
         factor = self.target.factor(self.device)
@@ -416,10 +425,12 @@ class _Group:
         factor = self._target_factor()
         if factor is None:
             covariance = self.covariance(self.target)
+            self._check_finite(covariance, "target")
             if not self._contained_by_construction():
                 whitened = inverse.whiten(inverse.whiten(covariance).mT)
                 self._check_contains(largest_eigenvalue(whitened) * share)
             return _ManyRows(inverse, covariance.float())
+        self._check_finite(factor, "target")
         whitened = inverse.whiten(factor)
         eigenvalues, z = torch.linalg.eigh(whitened.mT @ whitened)
         eigenvalues, z = eigenvalues.flip(0).clamp_min(0), z.flip(1)
@@ -458,6 +469,21 @@ class _Group:
         eigenvalues, vectors = torch.linalg.eigh(self.covariance(self.target))
         return _coverage(inverse, vectors * eigenvalues.clamp_min(0).sqrt())
 
+    @cached_property
+    def target_effective_rank(self) -> float:
+        """See `LayerDiagnostics.target_effective_rank`."""
+        return effective_rank(self.covariance(self._held().target))
+
+    @cached_property
+    def total_effective_rank(self) -> float:
+        """See `LayerDiagnostics.total_effective_rank`."""
+        return effective_rank(self.covariance(self._held().total))
+
+    def _held(self) -> _Group:
+        if self.target is None:
+            raise ValueError("The report was released before this was read. Run `extract_engram` to see it.")
+        return self
+
     def release(self) -> None:
         self.target = self.total = None  # type: ignore[assignment]
 
@@ -491,6 +517,8 @@ def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows)
     elif layer.out_features < columns:
         directions = torch.linalg.qr(product.output(weight).mT).Q
     left, right = product.factors(directions)
+    if len(right) == 0:  # a layer that is always silent; an adapter has at least rank 1
+        left, right = left.new_zeros(len(left), 1), right.new_zeros(1, right.shape[1])
     return _Edit(layer, adapter_name, left, right, layer.in_features)
 
 

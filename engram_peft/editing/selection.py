@@ -84,7 +84,8 @@ def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module
         everything = {name for name, module in layers.items() if base_layer_of(module) is not head}
         selection = Selection(**{**vars(selection), "target_modules": everything})
         # exact names would bypass `layers_to_transform`: match by the last part of the name, within `everything`
-        if selection.layers_to_transform is not None:
+        if selection.layers_to_transform not in (None, []):
+            everything = {name for name in everything if "." in name}
             selection.target_modules = {name.rpartition(".")[2] for name in everything}
         layers = {name: layers[name] for name in everything if name in layers}
     check_layers_exist(model, selection)

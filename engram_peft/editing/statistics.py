@@ -373,9 +373,6 @@ def _unpack_upper(upper: torch.Tensor, dim: int) -> Panels:
         length = int(mask.sum())
         panel[mask] = upper[start : start + length]
         start += length
-        # below the diagonal of its first square a panel repeats what is above
-        square = panel[:, :height]
-        square += square.triu(1).mT
         panels.append(panel)
     return panels
 

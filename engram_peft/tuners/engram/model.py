@@ -308,6 +308,11 @@ class EngramModel(BaseTuner):
     def _check_merge_allowed(self) -> None:
         """Ties are handled exactly: see `EngramModel._check_untied`."""
 
+    def _check_tied_modules(self, model: nn.Module, peft_config: EngramConfig) -> None:
+        # PEFT warns of an adapter on one side of a tie; this one edits its input, and the tie is none of its business
+        if peft_config.modules_to_save:
+            super()._check_tied_modules(model, peft_config)
+
     def _check_untied(self, adapter_names: list[str] | None, untie: bool) -> None:
         """Raises a `ValueError` if a weight that is to change belongs to another layer as well."""
         names = self.active_adapters if adapter_names is None else adapter_names
