@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from peft import PeftType
-from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from peft.utils import register_peft_method
 
 
@@ -28,9 +28,14 @@ def add_peft_type(name: str) -> PeftType:
 
 
 def register_once(name: str, config_cls: Any, model_cls: Any) -> None:
-    """`register_peft_method`, unless the name is taken: importing a module a second time must not raise."""
-    if PeftType[name.upper()] not in PEFT_TYPE_TO_TUNER_MAPPING:
+    """`register_peft_method`, which refuses a name that it knows; if the package is imported anew, its new classes count."""
+    peft_type = PeftType[name.upper()]
+    known = PEFT_TYPE_TO_TUNER_MAPPING.get(peft_type)
+    if known is None:
         register_peft_method(name=name, config_cls=config_cls, model_cls=model_cls)
+    elif known.__module__ == model_cls.__module__:
+        PEFT_TYPE_TO_TUNER_MAPPING[peft_type] = model_cls
+        PEFT_TYPE_TO_CONFIG_MAPPING[peft_type] = config_cls
 
 
 add_peft_type("ENGRAM")

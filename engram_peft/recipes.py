@@ -80,7 +80,6 @@ def unlearn(
     target = collect_statistics(model, forget, **options)
     total = merge_statistics(target, collect_statistics(model, retain, **options))
 
-    required_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     if isinstance(model, PeftModel):
         peft_model, active = model, list(model.active_adapters)
         peft_model.add_adapter(adapter_name, config)
@@ -89,12 +88,10 @@ def unlearn(
     try:
         report = extract_engram(peft_model, target, total, adapter_name, **extraction)
     except Exception:
-        if active:
+        if isinstance(model, PeftModel):
             peft_model.delete_adapter(adapter_name)
         else:
-            peft_model.unload()
-        for parameter, flag in required_grad:
-            parameter.requires_grad_(flag)
+            peft_model.base_model.take_off()
         raise
     peft_model.base_model.set_adapter([*active, adapter_name] if active else adapter_name)
     peft_model.base_model.reports[adapter_name] = report.release()

@@ -412,7 +412,9 @@ class _Group:
 
     def _check_finite(self, sums: torch.Tensor, role: str) -> None:
         if not torch.isfinite(sums.sum()):
-            raise ValueError(f"`{role}` holds NaN or infinity in the statistics of {self.names[0]}. Collect them again.")
+            raise ValueError(
+                f"`{role}` holds NaN or infinity in the statistics of {self.names[0]}. Collect them again."
+            )
 
     def _target_factor(self) -> torch.Tensor | None:
         factor = self.target.factor(self.device)

@@ -24,9 +24,15 @@ def describe_in_card(directory: str | os.PathLike, config: EngramConfig) -> None
     A section of an earlier save is replaced; the rest of the card is left alone.
     """
     path = Path(directory) / "README.md"
-    if not path.exists():
+    if path.exists():
+        card = ModelCard.load(path)
+    elif (Path(directory) / SAFETENSORS_WEIGHTS_NAME).exists():
+        # PEFT writes a card into the root folder only, and this is the folder of one of several adapters
+        card = ModelCard("---\nlibrary_name: peft\n---\n")
+        if config.base_model_name_or_path:
+            card.data["base_model"] = config.base_model_name_or_path
+    else:
         return
-    card = ModelCard.load(path)
     card.data["tags"] = sorted({*(card.data.get("tags") or []), "engram", "unlearning"})
     before, begin, rest = card.text.partition(_BEGIN)
     if begin:

@@ -124,6 +124,13 @@ class EngramLayer(BaseTunerLayer):
         a, b, strength = self.engram_A[adapter_name], self.engram_B[adapter_name], self.engram_strength[adapter_name]
         return cast(nn.Linear, a), cast(nn.Linear, b), cast(RowStrength, strength)
 
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        # PEFT's version also casts to the dtype of the base layer; the factors stay in float32, as they were computed
+        device = self.get_base_layer().weight.device if device is None else device
+        for module in self._modules_of(adapter_name):
+            if not any(parameter.is_meta for parameter in module.parameters()):
+                module.to(device)
+
     def fill(self, adapter_name: str, right: torch.Tensor, left: torch.Tensor, strength: float | torch.Tensor) -> None:
         """Replaces the factors of an adapter; its dtype, device and gradient flags stay. The tensors may be kept.
 
@@ -136,7 +143,9 @@ class EngramLayer(BaseTunerLayer):
         old = self._modules_of(adapter_name)[0].weight
 
         def parameter(tensor: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(tensor.detach().to(old.device, old.dtype).contiguous(), requires_grad=old.requires_grad)
+            return nn.Parameter(
+                tensor.detach().to(old.device, old.dtype).contiguous(), requires_grad=old.requires_grad
+            )
 
         with torch.device("meta"):  # the values come from the arguments: no need to draw random ones
             self._make_factors(adapter_name, len(right))
@@ -313,6 +322,11 @@ class EngramLayer(BaseTunerLayer):
         self, x: torch.Tensor, *args: Any, adapter_names: list[str], **kwargs: Any
     ) -> torch.Tensor:
         """Every row of the batch with the adapter that `adapter_names` names for it."""
+        if len(x) != len(adapter_names):
+            raise ValueError(
+                "Length of `adapter_names` should be the same as the number of inputs, but got "
+                f"{len(adapter_names)} and {len(x)} respectively."
+            )
         result = self.base_layer(x, *args, **kwargs)
         for name in sorted(set(adapter_names)):
             if name in self.engram_A:

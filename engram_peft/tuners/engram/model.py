@@ -74,7 +74,9 @@ class EngramModel(BaseTuner):
         low_cpu_mem_usage: bool = False,
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
+        required_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         super().__init__(model, peft_config, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage, state_dict=state_dict)
+        self._required_grad = required_grad
         self.reports: dict[str, ExtractionReport] = {}
 
     # ---------------------------------------------------------------------------------------------- injection
@@ -246,18 +248,20 @@ class EngramModel(BaseTuner):
                 own. If `False`, merging such a layer is refused.
         """
         self._check_untied(adapter_names, untie)
-        merged_before = [layer for layer in self._layers().values() if layer.merged]
+        merged_before = {layer: layer.merged_adapters for layer in self._layers().values()}
         try:
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
         except Exception:
-            for layer in self._layers().values():
-                if layer.merged and layer not in merged_before:
+            for layer, names in merged_before.items():
+                if layer.merged_adapters != names:
                     layer.unmerge()
+                    layer.merge(adapter_names=names)
             raise
         if untie:
             self._set_tied(False)
         merged = {name for layer in self._layers().values() for name in layer.merged_adapters}
-        if idle := [name for name in self.active_adapters if name not in merged]:
+        idle = [name for name in self.active_adapters if name not in merged]
+        if merged and idle:
             warnings.warn(
                 f"The adapters {idle} are active but not merged: they have no effect until `unmerge_adapter()` is called.",
                 stacklevel=2,
@@ -296,10 +300,22 @@ class EngramModel(BaseTuner):
         self._unmerge_if_merged()
         return super().unload()
 
+    def take_off(self) -> nn.Module:
+        """`unload`, with the base model's `requires_grad` flags as they were before any adapter: for edits that failed."""
+        model = self.unload()
+        for parameter, required_grad in self._required_grad:
+            parameter.requires_grad_(required_grad)
+        return model
+
     def disable_adapter_layers(self) -> None:
         """Disables all adapters: the model is the base model, to the bit. Merged adapters are unmerged first."""
         self._unmerge_if_merged()
         super().disable_adapter_layers()
+
+    def set_adapter(self, adapter_name: str | list[str], inference_mode: bool = False) -> None:
+        """Sets the active adapter(s), several at once if a list is given. PEFT unmerges what is merged, with a warning."""
+        super().set_adapter(adapter_name, inference_mode=inference_mode)
+        self._set_tied(True)
 
     def _unmerge_if_merged(self) -> None:
         if any(layer.merged for layer in self._layers().values()):
@@ -359,7 +375,7 @@ class EngramModel(BaseTuner):
         expected = set(self.peft_config) | {"__base__"}
         if unknown := sorted(set(adapter_names) - expected):
             raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
-        beams = kwargs.get("num_beams") or 1
+        beams = kwargs.get("num_beams") or getattr(kwargs.get("generation_config"), "num_beams", None) or 1
         if isinstance(beams, int) and beams > 1:
             adapter_names = [name for name in adapter_names for _ in range(beams)]
         hook = partial(_pass_adapter_names, adapter_names=adapter_names)
@@ -392,7 +408,14 @@ def _pass_adapter_names(
 
 
 def _check_adapter_name(model: nn.Module, adapter_name: str) -> None:
-    """Raises a `ValueError` for a name that is a part of a module's path: PEFT would lose tensors when it saves."""
+    """Raises a `ValueError` for a name that PEFT could not tell from a part of a path: it would lose tensors when it saves."""
+    if not adapter_name or "." in adapter_name:
+        raise ValueError(f"The adapter name {adapter_name!r} must not be empty or contain a dot.")
+    reserved = {*EngramLayer.adapter_layer_names, *EngramLayer.other_param_names, "base_layer", "weight", "bias"}
+    if adapter_name in reserved or hasattr(nn.ModuleDict(), adapter_name):
+        raise ValueError(
+            f"The adapter name {adapter_name!r} is taken by a part of every adapter layer. Choose another name."
+        )
     inside = ""
     for key, module in model.named_modules():
         if inside and key.startswith(inside + "."):
@@ -404,8 +427,6 @@ def _check_adapter_name(model: nn.Module, adapter_name: str) -> None:
                 f"The adapter name {adapter_name!r} is also the name of a module of the model ({key}), which saving could not "
                 "tell apart. Choose another name."
             )
-    if "." in adapter_name or not adapter_name:
-        raise ValueError(f"The adapter name {adapter_name!r} must not be empty or contain a dot.")
 
 
 def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> None:
@@ -436,4 +457,4 @@ def _take_off(model: nn.Module, adapter_name: str) -> None:
     if len(model.peft_config) > 1:
         model.delete_adapter(adapter_name)
     else:
-        model.base_model.unload()
+        model.base_model.take_off()
