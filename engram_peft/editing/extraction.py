@@ -265,7 +265,8 @@ def extract_engram(
 
     # nothing can fail from here on
     for name, edit in edits.items():
-        layers[name].fill(adapter_name, edit.right, edit.left, diagnostics[name].factor)
+        dtype = layers[name].factors(adapter_name)[0].dtype
+        layers[name].fill(adapter_name, edit.right.to(dtype), edit.left.to(dtype), diagnostics[name].factor)
     config.record_extraction(
         ranks={name: len(edit.right) for name, edit in edits.items()},
         record={

@@ -111,7 +111,7 @@ class EngramLayer(BaseTunerLayer):
             a, b, _ = self._modules_of(adapter_name)
             nn.init.normal_(a.weight, std=self.in_features**-0.5)
             nn.init.zeros_(b.weight)
-        self._move_adapter_to_device_of_base_layer(adapter_name)
+        super()._move_adapter_to_device_of_base_layer(adapter_name)  # and to its dtype, until PEFT casts to float32
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _make_factors(self, adapter_name: str, r: int) -> None:
@@ -125,14 +125,15 @@ class EngramLayer(BaseTunerLayer):
         return cast(nn.Linear, a), cast(nn.Linear, b), cast(RowStrength, strength)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
-        # PEFT's version also casts to the dtype of the base layer; the factors stay in float32, as they were computed
+        # PEFT calls this after loading, and its own version casts to the dtype of the base layer: what was saved in
+        # float32 stays as it is
         device = self.get_base_layer().weight.device if device is None else device
         for module in self._modules_of(adapter_name):
             if not any(parameter.is_meta for parameter in module.parameters()):
                 module.to(device)
 
     def fill(self, adapter_name: str, right: torch.Tensor, left: torch.Tensor, strength: float | torch.Tensor) -> None:
-        """Replaces the factors of an adapter; its dtype, device and gradient flags stay. The tensors may be kept.
+        """Replaces the factors of an adapter by tensors of any rank and dtype, which may be kept; gradient flags stay.
 
         Args:
             adapter_name (`str`): Which adapter.
@@ -143,9 +144,7 @@ class EngramLayer(BaseTunerLayer):
         old = self._modules_of(adapter_name)[0].weight
 
         def parameter(tensor: torch.Tensor) -> nn.Parameter:
-            return nn.Parameter(
-                tensor.detach().to(old.device, old.dtype).contiguous(), requires_grad=old.requires_grad
-            )
+            return nn.Parameter(tensor.detach().to(old.device).contiguous(), requires_grad=old.requires_grad)
 
         with torch.device("meta"):  # the values come from the arguments: no need to draw random ones
             self._make_factors(adapter_name, len(right))
@@ -154,7 +153,7 @@ class EngramLayer(BaseTunerLayer):
         if a.bias is not None:
             a.bias = parameter(right[:, self.in_features])
         b.weight = parameter(left)
-        rows.weight = parameter(torch.as_tensor(strength, dtype=torch.float32).expand(len(right)))
+        rows.weight = parameter(torch.as_tensor(strength, dtype=right.dtype).expand(len(right)))
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as `EngramLayer.fill` takes them."""

@@ -214,7 +214,8 @@ class EngramModel(BaseTuner):
                     w * layer.engram_scaling[name] * f[2] for (name, w), f in zip(parts, factors, strict=True)
                 ]
                 right, left = torch.cat([f[0] for f in factors]), torch.cat([f[1] for f in factors], dim=1)
-                combined[key] = (right, left, torch.cat(strengths))
+                dtype = layer.factors(parts[0][0])[0].dtype
+                combined[key] = (right.to(dtype), left.to(dtype), torch.cat(strengths))
         self.peft_config[adapter_name] = replace(
             self.peft_config[adapters[0]],
             r=None, alpha=1.0, scale=1.0, alpha_pattern={}, extraction=None, init_weights=True, description=None,
