@@ -357,6 +357,7 @@ class _Collector:
         self.group_of: dict[str, _Group] = {}
         self.handles: list[Any] = []
         self.mask: torch.Tensor | None = None
+        self.mask_is_full = True
         self.first_batch = True
         self.listening = True
         self.by_tensor: dict[tuple[int, bool], _Group] = {}  # first batch: the group of every tensor seen in it
@@ -383,7 +384,7 @@ class _Collector:
             self.see(module, args[0] if args else next(iter(kwargs.values())))
 
     def start_batch(self, mask: torch.Tensor | None) -> None:
-        self.mask = mask
+        self.mask, self.mask_is_full = mask, mask is None or bool(mask.all())
 
     def end_batch(self) -> None:
         for group in set(self.group_of.values()):
@@ -448,9 +449,12 @@ class _Collector:
                     f"The input of {name} has {len(rows)} rows, the mask has {self.mask.numel()} entries: the layer does not "
                     "see one row a token. Leave it out with `exclude_modules`."
                 )
-            rows = rows[self.mask.to(rows.device).flatten()]
+            if not self.mask_is_full:
+                rows = rows[self.mask.to(rows.device).flatten()]
         device = rows.device if self.device is None else torch.device(self.device)
-        rows = rows.to(torch.float32, copy=self.mask is None).to(device)
+        # siblings may change the tensor in place before the last of them has come
+        copy = self.mask_is_full and len(self.group_of[name].members) > 1
+        rows = rows.to(torch.float32, copy=copy).to(device)
         if not torch.isfinite(rows.sum()):  # one pass; NaN and infinity survive the sum
             raise ValueError(f"The input of {name} holds NaN or infinity. Check the model's weights and dtype.")
         if _has_bias(module):

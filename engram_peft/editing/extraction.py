@@ -402,9 +402,9 @@ class _Group:
         self.names, self.target, self.total, self.width = names, target, total, width
         self.device, self.options = device, options
 
-    def covariance(self, moment: Moment) -> torch.Tensor:
+    def covariance(self, moment: Moment, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """`C = S / count` without the constant's row and column if the bias is left alone: `(width, width)`."""
-        return moment.dense(self.device)[: self.width, : self.width].div_(moment.count)
+        return moment.dense(self.device, dtype)[: self.width, : self.width].div_(moment.count)
 
     def _inverse(self) -> Inverse:
         covariance = self.covariance(self.total)
@@ -427,12 +427,12 @@ class _Group:
         share = self.target.count / self.total.count
         factor = self._target_factor()
         if factor is None:
-            covariance = self.covariance(self.target)
+            covariance = self.covariance(self.target, torch.float32)
             self._check_finite(covariance, "target")
             if not self._contained_by_construction():
                 whitened = inverse.whiten(inverse.whiten(covariance).mT)
                 self._check_contains(largest_eigenvalue(whitened) * share)
-            return _ManyRows(inverse, covariance.float())
+            return _ManyRows(inverse, covariance)
         self._check_finite(factor, "target")
         whitened = inverse.whiten(factor)
         eigenvalues, z = torch.linalg.eigh(whitened.mT @ whitened)

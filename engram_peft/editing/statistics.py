@@ -55,10 +55,10 @@ class Moment:
         self._summed_up = 0  # rows in `sums[-1]` if `add` may write into it; 0: it is shared, or there is none
 
     def add(self, rows: torch.Tensor) -> None:
-        """Adds float32 `rows`, `(n, dim)`. The tensor may be kept: it must not be changed afterwards."""
+        """Adds float32 `rows`, `(n, dim)`."""
         self.count += len(rows)
         if not self.sums and self.count <= self.dim // 2:
-            self.rows.append(rows)
+            self.rows.append(rows.clone())
             return
         pending, self.rows = [*self.rows, rows], []
         for block in pending:
@@ -78,18 +78,22 @@ class Moment:
                 panel += product
         self._summed_up += len(rows)
 
-    def dense(self, device: str | torch.device | None = None) -> torch.Tensor:
-        """The sum itself, `(dim, dim)` float64, exactly symmetric."""
+    def dense(self, device: str | torch.device | None = None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """The sum itself, `(dim, dim)`, exactly symmetric."""
         device = self.device if device is None else torch.device(device)
-        total = torch.zeros(self.dim, self.dim, dtype=torch.float64, device=device)
-        for panels in self.sums:
+        total = torch.empty(self.dim, self.dim, dtype=dtype, device=device)
+        if self.rows or not self.sums:
+            rows = torch.cat([*self.rows, torch.zeros(0, self.dim, device=self.device)]).to(device, dtype)
+            torch.matmul(rows.mT, rows, out=total)
+        for number, panels in enumerate(self.sums):
             start = 0
             for panel in panels:
-                total[start : start + len(panel), start:] += panel.to(device)
+                block = total[start : start + len(panel), start:]
+                if number or self.rows:
+                    block += panel.to(device)
+                else:
+                    block.copy_(panel)
                 start += len(panel)
-        if self.rows:
-            rows = torch.cat(self.rows).to(device, torch.float64)
-            total += rows.mT @ rows
         # only what is on and above the diagonal counts; mirror it block by block
         for start in range(0, self.dim, PANEL_ROWS):
             stop = start + PANEL_ROWS
