@@ -193,18 +193,14 @@ class _Stream:
 def model_fingerprint(model: nn.Module) -> str:
     """Hash of what the model's configuration says about its shape, or of its parameters' shapes if it has none."""
     if isinstance(model, PreTrainedModel):
-        volatile = {
-            "_name_or_path",
-            "transformers_version",
-            "dtype",
-            "torch_dtype",
-            "use_cache",
-            "quantization_config",
-        }
+        # what saving, loading in another dtype or merging a tied head changes does not make it another model
+        volatile = ("_name_or_path", "architectures", "dtype", "quantization_config", "tie_word_embeddings")
+        volatile += ("transformers_version", "use_cache")
         config = {k: v for k, v in model.config.to_dict().items() if k not in volatile and "_token_id" not in k}
         described = json.dumps(config, sort_keys=True, default=str)
     else:
-        described = str([(name, tuple(p.shape)) for name, p in model.named_parameters() if ".engram_" not in name])
+        named = ((name.replace("base_layer.", ""), tuple(p.shape)) for name, p in model.named_parameters())
+        described = str([(name, shape) for name, shape in named if "engram_" not in name])
     return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ rows `M = (C_t R) R^T`, and the output `W M` says which part of it the layer can
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,8 @@ class LayerDiagnostics:
     kept: int
     rank: int
     factor: float
-    _edit: _Edit
-    _group: _Group
+    _edit: _Edit = field(repr=False)
+    _group: _Group = field(repr=False)
 
     @property
     def eigenvalues(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -96,19 +97,26 @@ class Inverse(Protocol):
 
 @dataclass
 class CholeskyInverse:
-    """The inverse of `C = L L^T`, with `R = L^-T`."""
+    """The inverse of `C = U^T U` for an upper triangular `U`, with `R = U^-1`."""
 
-    lower: torch.Tensor
+    upper: torch.Tensor
 
     @property
     def rank(self) -> int:
-        return len(self.lower)
+        return len(self.upper)
 
     def whiten(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.solve_triangular(self.lower.to(x.dtype), x, upper=False)
+        return torch.linalg.solve_triangular(self._upper(x.dtype).mT, x, upper=False)
 
     def unwhiten(self, v: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.solve_triangular(self.lower.to(v.dtype).mT, v, upper=True)
+        return torch.linalg.solve_triangular(self._upper(v.dtype), v, upper=True)
+
+    def _upper(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.upper if dtype == self.upper.dtype else self._upper_in_float32
+
+    @cached_property
+    def _upper_in_float32(self) -> torch.Tensor:
+        return self.upper.float()
 
 
 @dataclass
@@ -137,9 +145,9 @@ def invert(covariance: torch.Tensor, count: int, options: InverseOptions) -> Inv
         options (`InverseOptions`): What to keep.
     """
     if options.solver == "auto" and options.cut == "rtol" and options.rank_fraction is None:
-        lower = _cholesky_if_nothing_is_cut(covariance, options.rtol(len(covariance)))
-        if lower is not None:
-            return CholeskyInverse(lower)
+        upper = _cholesky_if_nothing_is_cut(covariance, options.rtol(len(covariance)))
+        if upper is not None:
+            return CholeskyInverse(upper)
     if options.solver == "randomized":
         assert options.rank_fraction is not None
         eigenvalues, vectors = _largest_eigenpairs(covariance, _top(covariance, options.rank_fraction), options.seed)
@@ -239,7 +247,7 @@ def largest_eigenvalue(matrix: torch.Tensor) -> float:
 
 
 def _cholesky_if_nothing_is_cut(covariance: torch.Tensor, rtol: float) -> torch.Tensor | None:
-    """The Cholesky factor if every eigenvalue is above `rtol` times the largest, else `None`."""
+    """The upper Cholesky factor if every eigenvalue is above `rtol` times the largest, else `None`."""
     # C - shift I is positive definite exactly if no eigenvalue is at or below the shift. Most cases are settled at half the
     # price, in float32, which errs by far less than the shift, and with an upper bound of the largest eigenvalue.
     single = covariance.float()
@@ -247,36 +255,33 @@ def _cholesky_if_nothing_is_cut(covariance: torch.Tensor, rtol: float) -> torch.
         top = largest_eigenvalue(single)
         if not top > 0 or not (_exceeds(single, 2 * rtol * top) or _exceeds(covariance, 1.001 * rtol * top)):
             return None
-    return cholesky(covariance)
+    upper = covariance.clone()
+    return upper.triu_() if _factorise(upper) else None
 
 
 def _exceeds(matrix: torch.Tensor, shift: float) -> bool:
     """Whether all eigenvalues of a symmetric matrix are above `shift`."""
     shifted = matrix.clone()
     shifted.diagonal().sub_(shift)
-    return cholesky(shifted) is not None
+    return _factorise(shifted)
 
 
-def cholesky(matrix: torch.Tensor) -> torch.Tensor | None:
-    """The lower Cholesky factor of a symmetric matrix, or `None` if it is not positive definite.
+def _factorise(matrix: torch.Tensor) -> bool:
+    """Puts the Cholesky factor of a symmetric matrix on and above its diagonal; `False` if it is not positive definite.
 
     In halves down to 512 rows: two thirds of the time that LAPACK takes for the whole, since products do most of the work.
     """
-    n = len(matrix)
-    if n <= 512:
-        lower, info = torch.linalg.cholesky_ex(matrix)
-        return lower if int(info) == 0 else None
-    h = n // 2
-    first = cholesky(matrix[:h, :h])
-    if first is None:
-        return None
-    below = torch.linalg.solve_triangular(first, matrix[:h, h:], upper=False).mT
-    second = cholesky(torch.addmm(matrix[h:, h:], below, below.mT, alpha=-1))
-    if second is None:
-        return None
-    lower = torch.zeros_like(matrix)
-    lower[:h, :h], lower[h:, :h], lower[h:, h:] = first, below, second
-    return lower
+    if len(matrix) <= 512:
+        upper, info = torch.linalg.cholesky_ex(matrix, upper=True)
+        matrix.copy_(upper)
+        return int(info) == 0
+    h = len(matrix) // 2
+    if not _factorise(matrix[:h, :h]):
+        return False
+    right = torch.linalg.solve_triangular(matrix[:h, :h].mT, matrix[:h, h:], upper=False)
+    matrix[:h, h:] = right
+    matrix[h:, h:].addmm_(right.mT, right, alpha=-1)
+    return _factorise(matrix[h:, h:])
 
 
 def _top(covariance: torch.Tensor, rank_fraction: float) -> int:

@@ -10,10 +10,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from engram_peft import EngramConfig, collect_statistics, extract_engram, merge_statistics
+from engram_peft.editing.collection import model_fingerprint
 from engram_peft.editing.encoding import batches, encode_items
 from engram_peft.editing.selection import Selection, editable_layers, select_layers
 
@@ -1047,3 +1049,18 @@ def test_progress_bar_follows_the_switch_of_transformers(tiny_model, labelled, c
     finally:
         transformers_logging.enable_progress_bar()
     assert capsys.readouterr().err == ""
+
+
+def test_a_model_stays_the_same_model_when_it_is_wrapped_saved_or_untied(tiny_model, tmp_path):
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    before = model_fingerprint(plain)
+    assert model_fingerprint(get_peft_model(plain, EngramConfig(target_modules=["0"])).get_base_model()) == before
+    model = tiny_model("qwen3")
+    before = model_fingerprint(model)
+    model.save_pretrained(tmp_path)
+    assert model_fingerprint(model) == before
+    assert model_fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)) == before
+    model.config.tie_word_embeddings = False
+    assert model_fingerprint(model) == before
+    model.config.hidden_size += 1
+    assert model_fingerprint(model) != before

@@ -227,15 +227,23 @@ class EngramLayer(BaseTunerLayer):
 
         The scaling and the strengths are in `up`.
         """
+        weight, left, right = self._chain(adapter_name)
+        return weight @ left, right
+
+    def _chain(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Matrices whose product is `[dW | db]`: the weight, `-scaling B diag(strength)` and `A`, in one dtype."""
         right, left, strength = (tensor.detach() for tensor in self.factors(adapter_name))
         weight = self.weight_matrix(adapter_name)
-        up = -self.engram_scaling[adapter_name] * ((weight @ left.to(weight.dtype)) * strength.to(weight.dtype))
-        return up, right.to(weight.dtype)
+        left = -self.engram_scaling[adapter_name] * (left.to(weight.dtype) * strength.to(weight.dtype))
+        return weight, left, right.to(weight.dtype)
+
+    def _delta(self, adapter_name: str) -> torch.Tensor:
+        """`[dW | db]`, `(out, width)`; the order of the products is the cheapest."""
+        return torch.linalg.multi_dot(self._chain(adapter_name))
 
     def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
         """`dW` in the storage order of the base weight, at least float32; the change of the bias is not part of it."""
-        up, down = self.output_factors(adapter_name)
-        return transpose(up @ down[:, : self.in_features], self.fan_in_fan_out)
+        return transpose(self._delta(adapter_name)[:, : self.in_features], self.fan_in_fan_out)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """
@@ -255,8 +263,8 @@ class EngramLayer(BaseTunerLayer):
         weight, bias = self._original_parameters()
         total = self._original_matrix().clone()
         for name in merged:
-            up, down = self.output_factors(name)
-            total[:, : down.shape[1]] += up @ down
+            delta = self._delta(name)
+            total[:, : delta.shape[1]] += delta
             if safe_merge and not torch.isfinite(total.to(weight.dtype)).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
         # new Parameters and not new values: another layer may hold the same Parameter
