@@ -194,8 +194,8 @@ def model_fingerprint(model: nn.Module) -> str:
     """Hash of what the model's configuration says about its shape, or of its parameters' shapes if it has none."""
     if isinstance(model, PreTrainedModel):
         # what saving, loading in another dtype or merging a tied head changes does not make it another model
-        volatile = ("_name_or_path", "architectures", "dtype", "quantization_config", "tie_word_embeddings")
-        volatile += ("transformers_version", "use_cache")
+        volatile = {"_name_or_path", "architectures", "dtype", "quantization_config", "tie_word_embeddings"}
+        volatile |= {"transformers_version", "use_cache"}
         config = {k: v for k, v in model.config.to_dict().items() if k not in volatile and "_token_id" not in k}
         described = json.dumps(config, sort_keys=True, default=str)
     else:

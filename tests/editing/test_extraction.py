@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -377,7 +377,32 @@ def test_rank_pattern_holds_and_extraction_records_what_it_found(tiny_model, tok
     report = extract_engram(model, target, total)
     ranks = {name: layer.factors("default")[0].shape[0] for name, layer in edited_layers(model).items()}
     assert ranks == {name: 2 if name.endswith("down_proj") else 5 for name in ranks}
-    assert ranks == {name: d.rank for name, d in report.layers.items()} == model.peft_config["default"].rank_pattern
+    assert ranks == {name: d.rank for name, d in report.layers.items()}
+    assert model.peft_config["default"].rank_pattern == {f"^{name}": rank for name, rank in ranks.items()}
+
+
+def test_ranks_of_layers_whose_names_end_alike_come_back(tmp_path):
+    """PEFT reads a pattern `fc` as any name that ends in `.fc`."""
+
+    def plain():
+        torch.manual_seed(0)
+        return nn.ModuleDict({"fc": nn.Linear(16, 16), "block": nn.ModuleDict({"fc": nn.Linear(16, 16)})})
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = plain()
+
+        def forward(self, x):
+            return self.layers["fc"](x) + self.layers["block"]["fc"](x[:, :1] * torch.ones(16))
+
+    model = get_peft_model(Model(), EngramConfig(target_modules=["fc"]))
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+    target, total = collect_statistics(model, [x[:4]]), collect_statistics(model, [x[4:]])
+    report = extract_engram(model, target, merge_statistics(target, total))
+    assert len({d.rank for d in report.layers.values()}) == 2
+    model.save_pretrained(tmp_path)
+    assert torch.equal(PeftModel.from_pretrained(Model(), tmp_path)(x), model(x))
 
 
 @pytest.mark.parametrize("rank", [None, 3])

@@ -13,6 +13,11 @@ from ..._peft import PeftType
 from .card import check_weights_file, describe_in_card
 
 
+def exact_pattern(values: dict[str, Any]) -> dict[str, Any]:
+    """A `rank_pattern` or `alpha_pattern` for whole names: PEFT would read a bare `fc` as any name that ends in `.fc`, too."""
+    return {f"^{name}": value for name, value in values.items()}
+
+
 @dataclass
 class EngramConfig(PeftConfig):
     """
@@ -117,7 +122,7 @@ class EngramConfig(PeftConfig):
         """Keeps how the adapter was filled; the ranks go to `rank_pattern`, the ones asked for stay in the record."""
         asked_for = self.requested_rank_pattern()
         self.extraction = {**record, "requested_rank_pattern": asked_for} if asked_for else record
-        self.rank_pattern = ranks
+        self.rank_pattern = exact_pattern(ranks)
 
     def requested_rank_pattern(self) -> dict[str, int]:
         """The `rank_pattern` as the user gave it, also after extraction wrote the ranks it found."""

@@ -27,7 +27,7 @@ from ...editing.selection import (
     no_match_message,
     select_layers,
 )
-from .config import EngramConfig
+from .config import EngramConfig, exact_pattern
 from .layer import EngramLayer, Linear
 
 
@@ -220,7 +220,7 @@ class EngramModel(BaseTuner):
             self.peft_config[adapters[0]],
             r=None, alpha=1.0, scale=1.0, alpha_pattern={}, extraction=None, init_weights=True, description=None,
             target_modules=set(combined), exclude_modules=None, layers_to_transform=None, layers_pattern=None,
-            rank_pattern={key: len(right) for key, (right, _, _) in combined.items()},
+            rank_pattern=exact_pattern({key: len(right) for key, (right, _, _) in combined.items()}),
         )  # fmt: skip
         try:
             self.inject_adapter(self.model, adapter_name)
