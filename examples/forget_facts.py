@@ -62,7 +62,7 @@ def passages(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
     """General text: passages of Python's documentation, evenly spread over its topics."""
     texts = []
     for _, text in sorted(pydoc_data.topics.topics.items()):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         starts = range(0, len(ids) - PASSAGE_TOKENS + 1, PASSAGE_TOKENS)
         texts += [tokenizer.decode(ids[start : start + PASSAGE_TOKENS]) for start in starts]
     return texts[:: len(texts) // count][:count]
@@ -185,7 +185,7 @@ def plot_trade_off(curve: dict[float, Measurement], alpha: float, path: Path) ->
     from matplotlib import pyplot
 
     alphas = list(curve)
-    figure, axis = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(7, 4.8), layout="constrained")
     axis.plot(
         alphas, [m.forgotten.mean for m in curve.values()], "o-", color="tab:red", label="forgotten: probability"
     )
@@ -196,10 +196,10 @@ def plot_trade_off(curve: dict[float, Measurement], alpha: float, path: Path) ->
     pages = axis.twinx()
     pages.plot(alphas, [m.perplexity for m in curve.values()], "s--", color="black", alpha=0.6, label="perplexity")
     pages.set_ylabel("perplexity of held-out pages")
-    pages.set_ylim(bottom=0)
+    pages.set_ylim(0, 1.2 * max(m.perplexity for m in curve.values()))
     handles, labels = (first + second for first, second in zip(
         axis.get_legend_handles_labels(), pages.get_legend_handles_labels(), strict=True))  # fmt: skip
-    axis.legend(handles, labels, loc="center right")
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=120)
 
 
