@@ -343,7 +343,10 @@ class _FewRows:
 
 @dataclass
 class _ManyRows:
-    """`M = C_t R R^T` for a target of many rows, where `M` has about full rank; float32, `R` is well conditioned."""
+    """`M = C_t R R^T` for a target of many rows, where `M` has about full rank; float32.
+
+    What that loses is the rounding times the condition of `R`. The float32 sums have lost the rounding times its square.
+    """
 
     inverse: Inverse
     covariance: torch.Tensor
