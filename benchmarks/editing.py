@@ -209,7 +209,7 @@ def table(
         cells("save", "size", "MB on disk"),
         "",
         f"Collecting costs {times('plain forward')} a plain forward pass over the same tokens, and {times('body forward')} one without "
-        "the head. The exact edit of this target is larger than the dense deltas, and so is the memory it takes: set `r`.",
+        "the head. A smaller `r` makes the exact edit of such a target small.",
         "",
         f"For 80 target tokens the saved adapter of every `down_proj` takes {share:.1%} of the dense deltas.",
         "",

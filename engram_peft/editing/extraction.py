@@ -87,6 +87,8 @@ class LayerDiagnostics:
     def projection_norm(self) -> float:
         """Frobenius norm of `W C_t pinv(C_a)`, without the bias."""
         left = self._edit.weight() @ self._edit.left  # (out, r)
+        if self._edit.right is None:
+            return float(left.norm())
         right = self._edit.right[:, : self._edit.in_features]
         return float((left.mT @ left).mul(right @ right.mT).sum().clamp_min(0).sqrt())
 
@@ -247,7 +249,7 @@ def extract_engram(
             edit = _edit_of_layer(layer, adapter_name, product)
             edits[name] = edit
             diagnostics[name] = LayerDiagnostics(
-                name, group.target.count, group.total.count, group.width, product.inverse.rank, len(edit.right), 1.0, edit, group
+                name, group.target.count, group.total.count, group.width, product.inverse.rank, edit.rank, 1.0, edit, group
             )  # fmt: skip
 
     factors = scaling(diagnostics)
@@ -257,7 +259,7 @@ def extract_engram(
             raise ValueError(
                 f"The scaling {scale_name} returned {factor} for {name}; a finite number a layer is needed."
             )
-        if not torch.isfinite(edit.left.sum() + edit.right.sum()):
+        if not torch.isfinite(edit.left.sum() + (0 if edit.right is None else edit.right.sum())):
             raise ValueError(
                 f"The edit of {name} is not finite: its statistics are too ill-conditioned. Use `cut='ridge'`."
             )
@@ -265,10 +267,11 @@ def extract_engram(
 
     # nothing can fail from here on
     for name, edit in edits.items():
-        dtype = layers[name].factors(adapter_name)[0].dtype
-        layers[name].fill(adapter_name, edit.right.to(dtype), edit.left.to(dtype), diagnostics[name].factor)
+        dtype = layers[name].dtype_of(adapter_name)
+        right = None if edit.right is None else edit.right.to(dtype)
+        layers[name].fill(adapter_name, right, edit.left.to(dtype), diagnostics[name].factor)
     config.record_extraction(
-        ranks={name: len(edit.right) for name, edit in edits.items()},
+        ranks={name: 0 if edit.right is None else len(edit.right) for name, edit in edits.items()},
         record={
             "scale": scale_name,
             **{k: v for k, v in asdict(options).items() if v != getattr(InverseOptions, k) or k == "cut"},
@@ -366,6 +369,13 @@ class _ManyRows:
         right = self.inverse.unwhiten(directions.to(self.covariance.dtype)).mT
         return _balanced(self.covariance @ right.mT, right)
 
+    def whole(self, directions: torch.Tensor | None) -> torch.Tensor:
+        """`M` itself, `(width, width)`, restricted likewise."""
+        if directions is None:
+            return self.inverse.unwhiten(self.inverse.whiten(self.covariance)).mT.contiguous()
+        left, right = self.factors(directions)
+        return left @ right
+
 
 def _balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same product with columns and rows of equal norm, so that half precision holds both equally well; float32."""
@@ -375,13 +385,14 @@ def _balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, to
 
 @dataclass
 class _Edit:
-    """Factors of one layer, float32: `M = left right`, `(width, r)` and `(r, width)`."""
+    """Factors of one layer, float32: `M = left right`, `(width, r)` and `(r, width)`; `right` is `None` for `M` as a whole."""
 
     layer: Any
     adapter_name: str
     left: torch.Tensor
-    right: torch.Tensor
+    right: torch.Tensor | None
     in_features: int
+    rank: int
 
     def weight(self) -> torch.Tensor:
         return self.layer.weight_matrix(self.adapter_name)
@@ -522,10 +533,13 @@ def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows)
         directions = _leading_directions(weight, product, rank)
     elif layer.out_features < columns:
         directions = torch.linalg.qr(product.output(weight).mT).Q
+    found = columns if directions is None else directions.shape[1]
+    if isinstance(product, _ManyRows) and 2 * found > weight.shape[1] == layer.in_features:
+        return _Edit(layer, adapter_name, product.whole(directions), None, layer.in_features, found)
     left, right = product.factors(directions)
-    if len(right) == 0:  # a layer that is always silent; an adapter has at least rank 1
+    if found == 0:  # a layer that is always silent; an adapter has at least rank 1
         left, right = left.new_zeros(len(left), 1), right.new_zeros(1, right.shape[1])
-    return _Edit(layer, adapter_name, left, right, layer.in_features)
+    return _Edit(layer, adapter_name, left, right, layer.in_features, len(right))
 
 
 def _leading_directions(weight: torch.Tensor, product: _FewRows | _ManyRows, rank: int) -> torch.Tensor:

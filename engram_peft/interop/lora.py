@@ -40,7 +40,7 @@ def engram_to_lora(tuner: EngramModel, adapter_name: str = "default") -> tuple[L
     layers = {
         name: module for name, module in tuner.model.named_modules() if adapter_name in getattr(module, "engram_A", ())
     }
-    rank = max(layer.engram_A[adapter_name].out_features for layer in layers.values())
+    rank = max(layer.engram_B[adapter_name].in_features for layer in layers.values())
     edits_bias = any(layer.absorbs_bias(adapter_name) for layer in layers.values())
     state_dict = {}
     for name, layer in layers.items():

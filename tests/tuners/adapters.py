@@ -110,9 +110,12 @@ def augmented_weight_of(layer: EngramLayer, bias: bool) -> torch.Tensor:
 
 def projection(layer: EngramLayer, adapter_name: str = "default") -> torch.Tensor:
     """`f M` as the adapter's own tensors hold it, in float64."""
-    a = layer.engram_A[adapter_name].weight.detach().double()
-    if (column := layer.engram_A[adapter_name].bias) is not None:
-        a = torch.cat([a, column.detach().double()[:, None]], dim=1)
+    if isinstance(layer.engram_A[adapter_name], nn.Identity):
+        a = torch.eye(layer.in_features, dtype=torch.float64)
+    else:
+        a = layer.engram_A[adapter_name].weight.detach().double()
+        if (column := layer.engram_A[adapter_name].bias) is not None:
+            a = torch.cat([a, column.detach().double()[:, None]], dim=1)
     strength = layer.engram_strength[adapter_name].weight.detach().double()
     return layer.engram_B[adapter_name].weight.detach().double() @ (strength[:, None] * a)
 

@@ -39,7 +39,8 @@ class EngramConfig(PeftConfig):
         layers_pattern (`Union[list[str], str]`, *optional*):
             The name of the layers' container, used only with `layers_to_transform`.
         rank_pattern (`dict[str, int]`):
-            Ranks that differ from `r`, by module name or regular expression. Extraction writes the ranks it found here.
+            Ranks that differ from `r`, by module name or regular expression. Extraction writes the ranks it found here; 0
+            stands for a layer whose `M` is stored as a whole.
         alpha_pattern (`dict[str, float]`):
             Strengths that differ from `alpha`, by module name or regular expression.
         modules_to_save (`list[str]`, *optional*):
@@ -110,7 +111,8 @@ class EngramConfig(PeftConfig):
         if self.layers_pattern and self.layers_to_transform is None:
             raise ValueError("When `layers_pattern` is specified, `layers_to_transform` must also be specified.")
         for name, rank in [("r", self.r), *(("rank_pattern", rank) for rank in self.rank_pattern.values())]:
-            if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+            whole = rank == 0 and name == "rank_pattern" and self.extraction is not None
+            if rank is not None and not whole and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
                 raise ValueError(f"`{name}` should be a positive integer, the value passed is {rank}.")
         strengths = [("alpha", self.alpha), ("scale", self.scale)]
         strengths += [("alpha_pattern", alpha) for alpha in self.alpha_pattern.values()]

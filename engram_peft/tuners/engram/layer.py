@@ -44,7 +44,8 @@ class EngramLayer(BaseTunerLayer):
 
     **Attributes**:
         - **engram_A** (`nn.ModuleDict`) -- `A`: `nn.Linear(in_features, r)`; its bias is the column of the constant.
-        - **engram_B** (`nn.ModuleDict`) -- `B`: `nn.Linear(r, in_features)`, with one more output for the constant.
+        - **engram_B** (`nn.ModuleDict`) -- `B`: `nn.Linear(r, in_features)`, with one more output for the constant. Where `r` is
+          0, `A` is the identity and `B` is `M` as a whole, which is smaller than two factors of more than half its width.
         - **engram_strength** (`nn.ModuleDict`) -- `RowStrength`: the layer's factor `f`, or a strength a row.
         - **engram_scaling** (`dict[str, float]`) -- Strength of the whole adapter, `alpha * scale`.
     """
@@ -109,20 +110,23 @@ class EngramLayer(BaseTunerLayer):
         if config.init_weights:
             # one factor is zero, the other is not: an identity that still has gradients
             a, b, _ = self._modules_of(adapter_name)
-            nn.init.normal_(a.weight, std=self.in_features**-0.5)
+            if isinstance(a, nn.Linear):
+                nn.init.normal_(a.weight, std=self.in_features**-0.5)
             nn.init.zeros_(b.weight)
         super()._move_adapter_to_device_of_base_layer(adapter_name)  # and to its dtype, until PEFT casts to float32
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _make_factors(self, adapter_name: str, r: int) -> None:
         extra = int(self.engram_absorbs_bias[adapter_name])
-        self.engram_A[adapter_name] = nn.Linear(self.in_features, r, bias=bool(extra))
+        whole = r == 0
+        r = self.in_features if whole else r
+        self.engram_A[adapter_name] = nn.Identity() if whole else nn.Linear(self.in_features, r, bias=bool(extra))
         self.engram_B[adapter_name] = nn.Linear(r, self.in_features + extra, bias=False)
         self.engram_strength[adapter_name] = RowStrength(r)
 
-    def _modules_of(self, adapter_name: str) -> tuple[nn.Linear, nn.Linear, RowStrength]:
+    def _modules_of(self, adapter_name: str) -> tuple[nn.Linear | nn.Identity, nn.Linear, RowStrength]:
         a, b, strength = self.engram_A[adapter_name], self.engram_B[adapter_name], self.engram_strength[adapter_name]
-        return cast(nn.Linear, a), cast(nn.Linear, b), cast(RowStrength, strength)
+        return cast(nn.Linear | nn.Identity, a), cast(nn.Linear, b), cast(RowStrength, strength)
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         # PEFT calls this after loading, and its own version casts to the dtype of the base layer: what was saved in
@@ -132,34 +136,46 @@ class EngramLayer(BaseTunerLayer):
             if not any(parameter.is_meta for parameter in module.parameters()):
                 module.to(device)
 
-    def fill(self, adapter_name: str, right: torch.Tensor, left: torch.Tensor, strength: float | torch.Tensor) -> None:
+    def fill(
+        self, adapter_name: str, right: torch.Tensor | None, left: torch.Tensor, strength: float | torch.Tensor
+    ) -> None:
         """Replaces the factors of an adapter by tensors of any rank and dtype, which may be kept; gradient flags stay.
 
         Args:
             adapter_name (`str`): Which adapter.
-            right (`torch.Tensor`): `A`, `(r, width)`, where `width` counts the constant of an absorbed bias.
+            right (`torch.Tensor`, *optional*):
+                `A`, `(r, width)`, where `width` counts the constant of an absorbed bias; `None` for the identity.
             left (`torch.Tensor`): `B`, `(width, r)`.
             strength (`float` or `torch.Tensor`): For all rows, or `(r,)`.
         """
-        old = self._modules_of(adapter_name)[0].weight
+        old = self._modules_of(adapter_name)[1].weight
 
         def parameter(tensor: torch.Tensor) -> nn.Parameter:
             return nn.Parameter(tensor.detach().to(old.device).contiguous(), requires_grad=old.requires_grad)
 
         with torch.device("meta"):  # the values come from the arguments: no need to draw random ones
-            self._make_factors(adapter_name, len(right))
+            self._make_factors(adapter_name, 0 if right is None else len(right))
         a, b, rows = self._modules_of(adapter_name)
-        a.weight = parameter(right[:, : self.in_features])
-        if a.bias is not None:
-            a.bias = parameter(right[:, self.in_features])
+        if isinstance(a, nn.Linear):
+            assert right is not None
+            a.weight = parameter(right[:, : self.in_features])
+            if a.bias is not None:
+                a.bias = parameter(right[:, self.in_features])
         b.weight = parameter(left)
-        rows.weight = parameter(torch.as_tensor(strength, dtype=right.dtype).expand(len(right)))
+        rows.weight = parameter(torch.as_tensor(strength, dtype=left.dtype).expand(left.shape[1]))
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as `EngramLayer.fill` takes them."""
         a, b, rows = self._modules_of(adapter_name)
-        right = a.weight if a.bias is None else torch.cat([a.weight, a.bias[:, None]], dim=1)
+        if isinstance(a, nn.Identity):
+            right = torch.eye(self.in_features, dtype=b.weight.dtype, device=b.weight.device)
+        else:
+            right = a.weight if a.bias is None else torch.cat([a.weight, a.bias[:, None]], dim=1)
         return right, b.weight, rows.weight
+
+    def dtype_of(self, adapter_name: str) -> torch.dtype:
+        """The dtype of an adapter's factors."""
+        return self._modules_of(adapter_name)[1].weight.dtype
 
     def requested_rank(self, adapter_name: str) -> int | None:
         """Rank that extraction may use at most; `None`: whatever the data asks for."""
@@ -300,7 +316,7 @@ class EngramLayer(BaseTunerLayer):
     def _taken_out(self, x: torch.Tensor, adapter_name: str) -> torch.Tensor:
         """`scaling * B diag(strength) A x~`, `(..., in_features) -> (..., width)`."""
         a, b, rows = self._modules_of(adapter_name)
-        narrow = rows(a(self._cast_input_dtype(x, a.weight.dtype)))
+        narrow = rows(a(self._cast_input_dtype(x, b.weight.dtype)))
         return self.engram_scaling[adapter_name] * b(narrow)
 
     def _edited_forward(

@@ -214,7 +214,7 @@ class EngramModel(BaseTuner):
                     w * layer.engram_scaling[name] * f[2] for (name, w), f in zip(parts, factors, strict=True)
                 ]
                 right, left = torch.cat([f[0] for f in factors]), torch.cat([f[1] for f in factors], dim=1)
-                dtype = layer.factors(parts[0][0])[0].dtype
+                dtype = layer.dtype_of(parts[0][0])
                 combined[key] = (right.to(dtype), left.to(dtype), torch.cat(strengths))
         self.peft_config[adapter_name] = replace(
             self.peft_config[adapters[0]],
