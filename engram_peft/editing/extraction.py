@@ -441,6 +441,7 @@ class _Group:
         share = self.target.count / self.total.count
         factor = self._target_factor()
         if factor is None:
+            inverse = inverse.float()
             covariance = self.covariance(self.target, torch.float32)
             self._check_finite(covariance, "target")
             if not self._contained_by_construction():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -94,6 +93,10 @@ class Inverse(Protocol):
         """`R v`, `(rank, m) -> (dim, m)`."""
         ...
 
+    def float(self) -> Inverse:
+        """The same in float32; products are formed in the dtype of the inverse."""
+        ...
+
 
 @dataclass
 class CholeskyInverse:
@@ -106,17 +109,13 @@ class CholeskyInverse:
         return len(self.upper)
 
     def whiten(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.solve_triangular(self._upper(x.dtype).mT, x, upper=False)
+        return torch.linalg.solve_triangular(self.upper.mT, x, upper=False)
 
     def unwhiten(self, v: torch.Tensor) -> torch.Tensor:
-        return torch.linalg.solve_triangular(self._upper(v.dtype), v, upper=True)
+        return torch.linalg.solve_triangular(self.upper, v, upper=True)
 
-    def _upper(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.upper if dtype == self.upper.dtype else self._upper_in_float32
-
-    @cached_property
-    def _upper_in_float32(self) -> torch.Tensor:
-        return self.upper.float()
+    def float(self) -> CholeskyInverse:
+        return CholeskyInverse(self.upper.float())
 
 
 @dataclass
@@ -130,10 +129,13 @@ class SpectralInverse:
         return self.root.shape[1]
 
     def whiten(self, x: torch.Tensor) -> torch.Tensor:
-        return self.root.to(x.dtype).mT @ x
+        return self.root.mT @ x
 
     def unwhiten(self, v: torch.Tensor) -> torch.Tensor:
-        return self.root.to(v.dtype) @ v
+        return self.root @ v
+
+    def float(self) -> SpectralInverse:
+        return SpectralInverse(self.root.float())
 
 
 def invert(covariance: torch.Tensor, count: int, options: InverseOptions) -> Inverse:
@@ -255,6 +257,7 @@ def _cholesky_if_nothing_is_cut(covariance: torch.Tensor, rtol: float) -> torch.
         top = largest_eigenvalue(single)
         if not top > 0 or not (_exceeds(single, 2 * rtol * top) or _exceeds(covariance, 1.001 * rtol * top)):
             return None
+    del single  # it is as large as all that follows
     upper = covariance.clone()
     return upper.triu_() if _factorise(upper) else None
 
