@@ -71,7 +71,7 @@ def test_disabled_is_the_base_to_the_bit(peft_model):
 def test_saved_and_loaded_is_equal_to_the_bit_and_small(peft_model, tmp_path):
     peft_model.save_pretrained(tmp_path)
     assert torch.equal(logits(PeftModel.from_pretrained(load(), tmp_path)), logits(peft_model))
-    dense = sum(layer.out_features * layer.in_features * 4 for layer in peft_model.base_model._layers().values())
+    dense = sum(layer.out_features * layer.in_features * 4 for layer in peft_model.base_model.engram_layers().values())
     assert (tmp_path / "adapter_model.safetensors").stat().st_size < 0.35 * dense
 
 

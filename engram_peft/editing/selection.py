@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,17 +56,20 @@ def base_layer_of(module: nn.Module) -> nn.Module:
     return module
 
 
+def outer_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules` without what lies inside PEFT's wrappers."""
+    inside = ""
+    for name, module in model.named_modules():
+        if inside and name.startswith(inside + "."):
+            continue
+        if base_layer_of(module) is not module:
+            inside = name
+        yield name, module
+
+
 def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Every `nn.Linear` and `Conv1D` of the unwrapped model by name; a wrapped one is represented by its wrapper."""
-    layers: dict[str, nn.Module] = {}
-    wrapper = ""
-    for name, module in model.named_modules():
-        if wrapper and name.startswith(wrapper + "."):
-            continue
-        if isinstance(base_layer_of(module), EDITABLE_TYPES):
-            layers[name] = module
-            wrapper = name
-    return layers
+    return {name: module for name, module in outer_modules(model) if isinstance(base_layer_of(module), EDITABLE_TYPES)}
 
 
 def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module]:
@@ -87,13 +90,10 @@ def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module
         if selection.layers_to_transform not in (None, []):
             everything = {name for name in everything if "." in name}
             selection.target_modules = {name.rpartition(".")[2] for name in everything}
-        layers = {name: layers[name] for name in everything if name in layers}
+        layers = {name: module for name, module in layers.items() if name in everything}
     check_layers_exist(model, selection)
     check_supported(model, selection)
-    selected = {
-        name: module for name, module in editable_layers(model).items()
-        if name in layers and check_target_module_exists(selection, name)
-    }  # fmt: skip
+    selected = {name: module for name, module in layers.items() if check_target_module_exists(selection, name)}
     if not selected:
         raise ValueError(no_match_message(model, selection.target_modules))
     return selected
@@ -112,14 +112,9 @@ def output_head(model: nn.Module) -> nn.Module | None:
 
 def check_supported(model: nn.Module, selection: Any) -> None:
     """Raises a `TypeError` if `selection` matches a module that cannot be edited."""
-    inside = ""
-    for name, module in model.named_modules():
-        if not name or (inside and name.startswith(inside + ".")):
-            continue
+    for name, module in outer_modules(model):
         base = base_layer_of(module)
-        if base is not module:
-            inside = name
-        if check_target_module_exists(selection, name) and not isinstance(base, EDITABLE_TYPES):
+        if name and check_target_module_exists(selection, name) and not isinstance(base, EDITABLE_TYPES):
             raise TypeError(
                 f"Target module {name} is not supported. It is a `{type(base).__name__}`; only `torch.nn.Linear` and "
                 "`transformers.pytorch_utils.Conv1D` can be edited. Choose other `target_modules`."

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+
+from ..files import replace_safetensors
 
 
 # Height of a panel of the packed upper triangle. Low panels waste little below the diagonal, high ones multiply faster.
@@ -292,13 +293,7 @@ class Statistics:
             "moments": json.dumps(index),
             "provenance": json.dumps(asdict(self.provenance)),
         }
-        path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            save_file(tensors, beside, metadata=metadata)
-            os.replace(beside, path)
-        finally:
-            beside.unlink(missing_ok=True)
+        replace_safetensors(Path(path), tensors, metadata)
 
     @classmethod
     def load(cls, path: str | os.PathLike, device: str | torch.device = "cpu") -> Statistics:

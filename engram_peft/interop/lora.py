@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from peft import LoraConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
-from safetensors.torch import save_file
 from transformers.pytorch_utils import Conv1D
+
+from ..files import replace_safetensors
 
 
 if TYPE_CHECKING:
@@ -37,10 +38,8 @@ def engram_to_lora(tuner: EngramModel, adapter_name: str = "default") -> tuple[L
     config = tuner.peft_config[adapter_name]
     if config.modules_to_save:
         raise ValueError("Cannot export an adapter with `modules_to_save` as LoRA: the saved modules would be lost.")
-    layers = {
-        name: module for name, module in tuner.model.named_modules() if adapter_name in getattr(module, "engram_A", ())
-    }
-    rank = max(layer.engram_B[adapter_name].in_features for layer in layers.values())
+    layers = tuner.engram_layers(adapter_name)
+    rank = max(layer.factors(adapter_name)[1].shape[1] for layer in layers.values())
     edits_bias = any(layer.absorbs_bias(adapter_name) for layer in layers.values())
     state_dict = {}
     for name, layer in layers.items():
@@ -79,11 +78,5 @@ def save_as_lora(save_directory: str | os.PathLike, tuner: EngramModel, adapter_
     config, state_dict = engram_to_lora(tuner, adapter_name)
     folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = folder / SAFETENSORS_WEIGHTS_NAME
-    beside = weights.with_name(f".{weights.name}.{os.getpid()}.tmp")
-    try:
-        save_file(state_dict, beside, metadata={"format": "pt"})
-        os.replace(beside, weights)
-    finally:
-        beside.unlink(missing_ok=True)
+    replace_safetensors(folder / SAFETENSORS_WEIGHTS_NAME, state_dict, {"format": "pt"})
     config.save_pretrained(str(folder))

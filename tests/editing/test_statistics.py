@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from engram_peft import Moment, Provenance, Statistics, merge_statistics
+from engram_peft import Moment, Provenance, Statistics, files, merge_statistics
 from engram_peft.editing import statistics as module
 
 from .reference import relative_error
@@ -490,7 +490,7 @@ def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
         path.write_bytes(before[:100])
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(module, "save_file", disk_full)
+    monkeypatch.setattr(files, "save_file", disk_full)
     with pytest.raises(OSError, match="No space"):
         statistics_of(seed=5).save(saved)
     assert saved.read_bytes() == before

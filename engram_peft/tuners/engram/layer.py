@@ -191,13 +191,13 @@ class EngramLayer(BaseTunerLayer):
         """Sets the strength of an adapter to `scale` times its `alpha`."""
         if adapter not in self.engram_alpha:
             return
-        self._check_scale(scale)
+        self.check_scale(scale)
         self.engram_scale[adapter] = scale
         self.engram_scaling[adapter] = scale * self.engram_alpha[adapter]
 
     def scale_layer(self, scale: float) -> None:
         """Multiplies the strength of the active adapters by `scale`."""
-        self._check_scale(scale)
+        self.check_scale(scale)
         for adapter in self._active():
             self.engram_scaling[adapter] *= scale
 
@@ -205,14 +205,15 @@ class EngramLayer(BaseTunerLayer):
         """Divides the strength of the active adapters by `scale`; without it, back to what `EngramLayer.set_scale` set."""
         if scale == 0:
             raise ValueError("`scale` must not be 0: what was multiplied by 0 comes back with `unscale_layer()`.")
-        self._check_scale(1.0 if scale is None else scale)
+        self.check_scale(1.0 if scale is None else scale)
         for adapter in self._active():
             if scale is None:
                 self.engram_scaling[adapter] = self.engram_scale[adapter] * self.engram_alpha[adapter]
             else:
                 self.engram_scaling[adapter] /= scale
 
-    def _check_scale(self, scale: float) -> None:
+    def check_scale(self, scale: float) -> None:
+        """Raises a `ValueError` if the strength cannot be changed by `scale`: it is not finite, or the layer is merged."""
         if not math.isfinite(scale):
             raise ValueError(f"`scale` should be a finite number, the value passed is {scale}.")
         if self.merged:

@@ -25,6 +25,7 @@ from ...editing.selection import (
     check_layers_exist,
     check_supported,
     no_match_message,
+    outer_modules,
     select_layers,
 )
 from .config import EngramConfig, exact_pattern
@@ -147,7 +148,7 @@ class EngramModel(BaseTuner):
             raise
         return remapped
 
-    def _layers(self, adapter_name: str | None = None) -> dict[str, EngramLayer]:
+    def engram_layers(self, adapter_name: str | None = None) -> dict[str, EngramLayer]:
         """The ENGRAM layers, or those that have the adapter, by name."""
         return {
             name: module
@@ -170,11 +171,9 @@ class EngramModel(BaseTuner):
             `ValueError`: There is no such adapter, it is merged, or `scale` is not finite.
         """
         self._check_adapter_exists(adapter_name)
-        if not math.isfinite(scale):
-            raise ValueError(f"`scale` should be a finite number, the value passed is {scale}.")
-        layers = self._layers(adapter_name).values()
-        if any(layer.merged for layer in layers):
-            raise ValueError("Cannot change the strength of a merged adapter. Call `unmerge_adapter()` first.")
+        layers = self.engram_layers(adapter_name).values()
+        for layer in layers:
+            layer.check_scale(scale)  # of all before the first is changed
         for layer in layers:
             layer.set_scale(adapter_name, scale)
         self.peft_config[adapter_name].scale = float(scale)
@@ -206,7 +205,7 @@ class EngramModel(BaseTuner):
             raise ValueError("Adapters with different `absorb_bias` cannot be combined.")
 
         combined: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        for key, layer in self._layers().items():
+        for key, layer in self.engram_layers().items():
             parts = [(name, w) for name, w in zip(adapters, weights, strict=True) if name in layer.engram_A]
             if parts:
                 factors = [tuple(tensor.detach().float() for tensor in layer.factors(name)) for name, _ in parts]
@@ -227,7 +226,7 @@ class EngramModel(BaseTuner):
         except Exception:
             del self.peft_config[adapter_name]
             raise
-        layers = self._layers(adapter_name)
+        layers = self.engram_layers(adapter_name)
         for key, (right, left, strength) in combined.items():
             layers[key].fill(adapter_name, right, left, strength)
 
@@ -249,7 +248,7 @@ class EngramModel(BaseTuner):
                 own. If `False`, merging such a layer is refused.
         """
         self._check_untied(adapter_names, untie)
-        merged_before = {layer: layer.merged_adapters for layer in self._layers().values()}
+        merged_before = {layer: layer.merged_adapters for layer in self.engram_layers().values()}
         try:
             super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
         except Exception:
@@ -260,7 +259,7 @@ class EngramModel(BaseTuner):
             raise
         if untie:
             self._set_tied(False)
-        merged = {name for layer in self._layers().values() for name in layer.merged_adapters}
+        merged = {name for layer in self.engram_layers().values() for name in layer.merged_adapters}
         idle = [name for name in self.active_adapters if name not in merged]
         if merged and idle:
             warnings.warn(
@@ -319,7 +318,7 @@ class EngramModel(BaseTuner):
         self._set_tied(True)
 
     def _unmerge_if_merged(self) -> None:
-        if any(layer.merged for layer in self._layers().values()):
+        if any(layer.merged for layer in self.engram_layers().values()):
             self.unmerge_adapter()
 
     def _check_merge_allowed(self) -> None:
@@ -337,7 +336,7 @@ class EngramModel(BaseTuner):
         for key, module in self.model.named_modules():
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(key)
-        for key, layer in self._layers().items():
+        for key, layer in self.engram_layers().items():
             shared = owners[id(layer.get_base_layer().weight)]
             if not untie and len(shared) > 1 and any(name in layer.engram_A for name in names):
                 others = [owner for owner in shared if not owner.startswith(key)]
@@ -417,12 +416,7 @@ def _check_adapter_name(model: nn.Module, adapter_name: str) -> None:
         raise ValueError(
             f"The adapter name {adapter_name!r} is taken by a part of every adapter layer. Choose another name."
         )
-    inside = ""
-    for key, module in model.named_modules():
-        if inside and key.startswith(inside + "."):
-            continue
-        if isinstance(module, EngramLayer):
-            inside = key
+    for key, _ in outer_modules(model):
         if adapter_name in key.split("."):
             raise ValueError(
                 f"The adapter name {adapter_name!r} is also the name of a module of the model ({key}), which saving could not "
