@@ -68,27 +68,67 @@ def encode_items(
 def _encode(
     tokenizer: PreTrainedTokenizerBase, item: Item, where: str, max_length: int, token_position: str
 ) -> EncodedItem:
-    prompt, answer = _prompt_and_answer(tokenizer, item, where)
-    if not answer.strip():
-        raise ValueError(f"{where} is empty: it has no {'text' if prompt is None else 'answer'}.")
-    if prompt is None:
-        prompt_ids: list[int] = []
-        answer_ids = tokenizer(answer, add_special_tokens=not _has_bos(tokenizer, answer))["input_ids"]
-    else:
-        prompt_ids = tokenizer(prompt, add_special_tokens=not _has_bos(tokenizer, prompt))["input_ids"]
-        answer_ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
-        if len(prompt_ids) >= max_length:
-            raise ValueError(
-                f"{where} has a prompt of {len(prompt_ids)} tokens, which fills `max_length={max_length}`: no token of "
-                "the answer is left. Shorten the prompt or raise `max_length`."
-            )
-    ids = (prompt_ids + answer_ids)[:max_length]
-    counts = [i >= len(prompt_ids) for i in range(len(ids))]
+    tokens = tokenize_item(tokenizer, item, where, max_length)
+    counts = [i >= tokens.start for i in range(len(tokens.input_ids))]
     if token_position == "predict":
         counts = counts[1:] + [False]
     if not any(counts):
         raise ValueError(f"{where} has a single token, so no row of it predicts another one. Use a longer text.")
-    return EncodedItem(ids, counts)
+    return EncodedItem(tokens.input_ids, counts)
+
+
+@dataclass(frozen=True)
+class TokenizedItem:
+    """An item as one sequence of token ids, of which those from `start` on are the answer; a plain text is all answer.
+
+    `offsets[i]` says which characters of `answer` the token `start + i` stands for; special tokens stand for none.
+    """
+
+    prompt: str | None
+    answer: str
+    input_ids: list[int]
+    start: int
+    offsets: list[tuple[int, int]]
+
+
+def tokenize_item(
+    tokenizer: PreTrainedTokenizerBase, item: Item, where: str = "The item", max_length: int | None = None
+) -> TokenizedItem:
+    """Tokenizes prompt and answer apart and joins them; see the module's docstring for what an item is.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Its chat template is used for chat messages only.
+        item (`str`, `tuple`, `list` or `dict`): The item.
+        where (`str`): How errors call it.
+        max_length (`int`, *optional*): Longer items are cut on the right.
+
+    Raises:
+        `ValueError`: The item is empty, or its prompt leaves no room for the answer within `max_length`.
+        `TypeError`: It is of another kind.
+    """
+    prompt, answer = _prompt_and_answer(tokenizer, item, where)
+    if not answer.strip():
+        raise ValueError(f"{where} is empty: it has no {'text' if prompt is None else 'answer'}.")
+    prompt_ids: list[int] = []
+    if prompt is not None:
+        prompt_ids = tokenizer(prompt, add_special_tokens=not _has_bos(tokenizer, prompt))["input_ids"]
+    if max_length is not None and len(prompt_ids) >= max_length:
+        raise ValueError(
+            f"{where} has a prompt of {len(prompt_ids)} tokens, which fills `max_length={max_length}`: no token of "
+            "the answer is left. Shorten the prompt or raise `max_length`."
+        )
+    special = prompt is None and not _has_bos(tokenizer, answer)
+    encoded = tokenizer(answer, add_special_tokens=special, return_offsets_mapping=tokenizer.is_fast)
+    answer_ids = encoded["input_ids"]
+    offsets = encoded["offset_mapping"] if tokenizer.is_fast else _decoded_offsets(tokenizer, answer_ids)
+    stop = None if max_length is None else max_length - len(prompt_ids)
+    return TokenizedItem(prompt, answer, prompt_ids + answer_ids[:stop], len(prompt_ids), offsets[:stop])
+
+
+def _decoded_offsets(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[tuple[int, int]]:
+    """Offsets for a tokenizer that does not know them: the lengths of what longer and longer prefixes decode to."""
+    ends = [len(tokenizer.decode(ids[:stop], skip_special_tokens=True)) for stop in range(len(ids) + 1)]
+    return list(zip(ends[:-1], ends[1:], strict=True))
 
 
 def _has_bos(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
