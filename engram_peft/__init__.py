@@ -5,8 +5,11 @@ Importing the package makes the ENGRAM method known to PEFT.
 
 from .editing.collection import collect_statistics
 from .editing.extraction import ExtractionReport, LayerDiagnostics, extract_engram
+from .editing.item_edit import ItemOptions, ItemReport, extract_items
+from .editing.sampling import sample_texts
 from .editing.scaling import compose, count_ratio, effective_rank, uniform, weight_norm
 from .editing.statistics import Moment, Provenance, Statistics, merge_statistics
+from .editing.tuning import AlphaCurve, AlphaPoint, ItemOutcome, tune_alpha
 from .recipes import unlearn
 from .tuners.engram import EngramConfig, EngramModel
 
@@ -14,9 +17,14 @@ from .tuners.engram import EngramConfig, EngramModel
 __version__ = "0.1.0"
 
 __all__ = [
+    "AlphaCurve",
+    "AlphaPoint",
     "EngramConfig",
     "EngramModel",
     "ExtractionReport",
+    "ItemOptions",
+    "ItemOutcome",
+    "ItemReport",
     "LayerDiagnostics",
     "Moment",
     "Provenance",
@@ -26,7 +34,10 @@ __all__ = [
     "count_ratio",
     "effective_rank",
     "extract_engram",
+    "extract_items",
     "merge_statistics",
+    "sample_texts",
+    "tune_alpha",
     "uniform",
     "unlearn",
     "weight_norm",

@@ -14,6 +14,7 @@ from engram_peft import EngramConfig, unlearn
 
 pytestmark = pytest.mark.slow
 
+PAPER = EngramConfig.paper(task_type="CAUSAL_LM")
 RETAIN = [example.chat(*fact) for fact in example.KEEP.items()]
 FORGET = [example.chat(*fact) for fact in example.FORGET.items()]
 
@@ -34,8 +35,8 @@ def pages(tokenizer):
 
 
 def edited(tokenizer, pages, dtype=torch.float32):
-    config = EngramConfig(target_modules=["down_proj"], task_type="CAUSAL_LM")
-    return unlearn(load(dtype), tokenizer, FORGET, [*RETAIN, *pages[0]], config, scale="adaptive")
+    config = EngramConfig.paper(target_modules=["down_proj"], task_type="CAUSAL_LM")
+    return unlearn(load(dtype), tokenizer, FORGET, [*RETAIN, PAPER, *pages[0]], config, scale="adaptive")
 
 
 @pytest.fixture(scope="module")

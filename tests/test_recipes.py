@@ -35,6 +35,7 @@ from .tuners.adapters import (
 )
 
 
+PAPER = EngramConfig.paper(task_type="CAUSAL_LM")
 PAIRS = [("the capital of france is", "paris ."), ("the capital of italy is", "rome .")]
 KEPT_PAIRS = [("the capital of germany is", "berlin ."), ("the capital of spain is", "madrid .")]
 
@@ -61,10 +62,10 @@ def one_thread():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_the_three_steps_to_the_bit(tiny_model, tokenizer, ids, kind, dtype):
-    config = EngramConfig(task_type="CAUSAL_LM", alpha=0.5)
+    config = EngramConfig.paper(task_type="CAUSAL_LM", alpha=0.5)
     model = unlearn(tiny_model(kind, dtype), tokenizer, PAIRS, [*KEPT_PAIRS, *RETAIN], config, scale="uniform")
 
-    steps = get_peft_model(tiny_model(kind, dtype), EngramConfig(task_type="CAUSAL_LM", alpha=0.5))
+    steps = get_peft_model(tiny_model(kind, dtype), EngramConfig.paper(task_type="CAUSAL_LM", alpha=0.5))
     target = collect_statistics(steps, PAIRS, tokenizer=tokenizer)
     total = merge_statistics(target, collect_statistics(steps, [*KEPT_PAIRS, *RETAIN], tokenizer=tokenizer))
     extract_engram(steps, target, total, scale="uniform")
@@ -78,7 +79,7 @@ def test_it_is_the_three_steps_to_the_bit(tiny_model, tokenizer, ids, kind, dtyp
 def test_it_returns_the_model_with_the_adapter_active(tiny_model, tokenizer, ids, kind):
     base = tiny_model(kind)
     before, names = logits(base, ids), linear_names(base)
-    model = unlearn(base, tokenizer, FORGET, RETAIN, scale="uniform")
+    model = unlearn(base, tokenizer, FORGET, RETAIN, PAPER, scale="uniform")
     assert isinstance(model, PeftModel) and model.active_adapters == ["default"]
     assert model.base_model.model is base
     assert set(layers_of(model)) == names
@@ -89,7 +90,7 @@ def test_it_returns_the_model_with_the_adapter_active(tiny_model, tokenizer, ids
 
 def test_a_layer_changes_most_where_the_text_is_the_forgotten_one(tiny_model, tokenizer):
     name, forget = "model.layers.1.mlp.down_proj", "rome lies by the deep ocean"
-    config = EngramConfig(task_type="CAUSAL_LM", target_modules=[name])
+    config = EngramConfig.paper(task_type="CAUSAL_LM", target_modules=[name])
     model = unlearn(tiny_model("llama"), tokenizer, [forget], RETAIN, config)
     changes = []
     handle = layers_of(model)[name].register_forward_hook(
@@ -102,7 +103,7 @@ def test_a_layer_changes_most_where_the_text_is_the_forgotten_one(tiny_model, to
 
 
 def test_what_was_found_is_reported(tiny_model, tokenizer):
-    model = unlearn(tiny_model("gpt2"), tokenizer, PAIRS, RETAIN)
+    model = unlearn(tiny_model("gpt2"), tokenizer, PAIRS, RETAIN, PAPER)
     report = model.reports["default"]
     assert isinstance(report, ExtractionReport) and report.layers.keys() == layers_of(model).keys()
     forgotten = sum(len(answer.split()) for _, answer in PAIRS)
@@ -116,7 +117,9 @@ def test_what_was_found_is_reported(tiny_model, tokenizer):
 
 
 def test_the_config_is_copied(tiny_model, tokenizer):
-    config = EngramConfig(task_type="CAUSAL_LM", target_modules=["down_proj"], r=3, rank_pattern={"down_proj": 2})
+    config = EngramConfig.paper(
+        task_type="CAUSAL_LM", target_modules=["down_proj"], r=3, rank_pattern={"down_proj": 2}
+    )
     before = copy.deepcopy(config.to_dict())
     model = unlearn(tiny_model("llama"), tokenizer, FORGET, RETAIN, config)
     assert config.to_dict() == before
@@ -126,9 +129,9 @@ def test_the_config_is_copied(tiny_model, tokenizer):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_time_adds_a_second_active_adapter(tiny_model, tokenizer, ids, kind):
-    model = unlearn(tiny_model(kind), tokenizer, FORGET, RETAIN, adapter_name="first", scale="uniform")
+    model = unlearn(tiny_model(kind), tokenizer, FORGET, RETAIN, PAPER, adapter_name="first", scale="uniform")
     first, once = tensors(model), logits(model, ids)
-    again = unlearn(model, tokenizer, FORGET_OTHER, RETAIN, adapter_name="second", scale="uniform")
+    again = unlearn(model, tokenizer, FORGET_OTHER, RETAIN, PAPER, adapter_name="second", scale="uniform")
     assert again is model
     assert model.active_adapters == ["first", "second"] and set(model.reports) == {"first", "second"}
     after = tensors(model)
@@ -139,13 +142,13 @@ def test_a_second_time_adds_a_second_active_adapter(tiny_model, tokenizer, ids, 
 
 
 def test_a_second_time_sees_the_model_as_the_first_left_it(tiny_model, tokenizer):
-    model = unlearn(tiny_model("llama"), tokenizer, FORGET, RETAIN, adapter_name="first", scale="uniform")
+    model = unlearn(tiny_model("llama"), tokenizer, FORGET, RETAIN, PAPER, adapter_name="first", scale="uniform")
     expected = collect_statistics(model, FORGET_OTHER, tokenizer=tokenizer)
     total = merge_statistics(expected, collect_statistics(model, RETAIN, tokenizer=tokenizer))
     steps = copy.deepcopy(model)
-    steps.add_adapter("second", EngramConfig(task_type="CAUSAL_LM"))
+    steps.add_adapter("second", EngramConfig.paper(task_type="CAUSAL_LM"))
     extract_engram(steps, expected, total, "second")
-    unlearn(model, tokenizer, FORGET_OTHER, RETAIN, adapter_name="second")
+    unlearn(model, tokenizer, FORGET_OTHER, RETAIN, PAPER, adapter_name="second")
     assert same_tensors(tensors(model), tensors(steps))
 
 
@@ -153,13 +156,13 @@ def test_a_second_time_sees_the_model_as_the_first_left_it(tiny_model, tokenizer
 def test_merged_adapters_are_unmerged_and_stay_active(tiny_model, tokenizer, ids, kind):
     outputs = []
     for merge in (False, True):
-        model = unlearn(tiny_model(kind), tokenizer, FORGET, RETAIN, adapter_name="first")
+        model = unlearn(tiny_model(kind), tokenizer, FORGET, RETAIN, PAPER, adapter_name="first")
         if merge:
             model.merge_adapter()
             with pytest.warns(UserWarning, match="Unmerging the model first"):
-                unlearn(model, tokenizer, FORGET_OTHER, RETAIN, adapter_name="second")
+                unlearn(model, tokenizer, FORGET_OTHER, RETAIN, PAPER, adapter_name="second")
         else:
-            unlearn(model, tokenizer, FORGET_OTHER, RETAIN, adapter_name="second")
+            unlearn(model, tokenizer, FORGET_OTHER, RETAIN, PAPER, adapter_name="second")
         assert model.active_adapters == ["first", "second"]
         assert not any(layer.merged for layer in layers_of(model).values())
         outputs.append(logits(model, ids))
@@ -167,15 +170,15 @@ def test_merged_adapters_are_unmerged_and_stay_active(tiny_model, tokenizer, ids
 
 
 def test_layers_may_be_chosen(tiny_model, tokenizer):
-    config = EngramConfig(target_modules=["q_proj", "down_proj"], layers_to_transform=[1])
+    config = EngramConfig.paper(target_modules=["q_proj", "down_proj"], layers_to_transform=[1])
     model = unlearn(tiny_model("llama"), tokenizer, FORGET, RETAIN, config)
     assert set(layers_of(model)) == {"model.layers.1.self_attn.q_proj", "model.layers.1.mlp.down_proj"}
 
 
 def test_a_second_adapter_may_have_other_layers(tiny_model, tokenizer, ids):
-    first = EngramConfig(task_type="CAUSAL_LM", target_modules=["down_proj"])
+    first = EngramConfig.paper(task_type="CAUSAL_LM", target_modules=["down_proj"])
     model = unlearn(tiny_model("llama"), tokenizer, FORGET, RETAIN, first, adapter_name="first")
-    second = EngramConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], layers_to_transform=[0])
+    second = EngramConfig.paper(task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"], layers_to_transform=[0])
     unlearn(model, tokenizer, FORGET_OTHER, RETAIN, second, adapter_name="second")
     assert {name for name, layer in layers_of(model).items() if "second" in layer.engram_A} == {
         "model.layers.0.self_attn.q_proj",
@@ -184,14 +187,14 @@ def test_a_second_adapter_may_have_other_layers(tiny_model, tokenizer, ids):
 
 
 def test_modules_to_save_are_kept_out_of_the_edit(tiny_model, tokenizer):
-    config = EngramConfig(task_type="CAUSAL_LM", modules_to_save=["down_proj"])
+    config = EngramConfig.paper(task_type="CAUSAL_LM", modules_to_save=["down_proj"])
     model = unlearn(tiny_model("llama"), tokenizer, FORGET, RETAIN, config)
     assert not [name for name in layers_of(model) if name.endswith("down_proj")]
 
 
 def test_options_reach_collection_and_extraction(tiny_model, tokenizer):
     model = unlearn(
-        tiny_model("llama"), tokenizer, PAIRS, KEPT_PAIRS + RETAIN,
+        tiny_model("llama"), tokenizer, PAIRS, KEPT_PAIRS + RETAIN, PAPER,
         token_position="predict", batch_size=1, max_length=7, scale=weight_norm(0.5), cut="ridge", ridge_delta=1e-3,
     )  # fmt: skip
     record = model.peft_config["default"].extraction
@@ -227,9 +230,9 @@ BAD_CALLS = [
     ({"token_position": "middle"}, ValueError, "`token_position` must be one of.*'middle'"),
     ({"scale": nothing_but_nan}, ValueError, "nothing_but_nan returned nan for"),
     ({"scale": one_layer_missing}, ValueError, "one_layer_missing returned None for"),
-    ({"config": EngramConfig(target_modules=["zzz"])}, ValueError, "zzz.*not found"),
-    ({"config": EngramConfig(target_modules=["embed_tokens"])}, TypeError, "embed_tokens is not supported"),
-    ({"config": EngramConfig(layers_to_transform=[9])}, ValueError, r"lists \[9\]"),
+    ({"config": EngramConfig.paper(target_modules=["zzz"])}, ValueError, "zzz.*not found"),
+    ({"config": EngramConfig.paper(target_modules=["embed_tokens"])}, TypeError, "embed_tokens is not supported"),
+    ({"config": EngramConfig.paper(layers_to_transform=[9])}, ValueError, r"lists \[9\]"),
     ({"adapter_name": "mlp"}, ValueError, "'mlp' is also the name of a module"),
     ({"adapter_name": "a.b"}, ValueError, "'a.b' must not be empty or contain a dot"),
 ]
@@ -243,15 +246,17 @@ def test_a_plain_model_is_untouched_by_a_bad_call(tiny_model, tokenizer, ids, ki
     model.get_input_embeddings().requires_grad_(False)
     model.train()
     with unchanged(model), pytest.raises(error, match=message):
-        unlearn(**{"model": model, "tokenizer": tokenizer, "forget": FORGET, "retain": RETAIN, **change})
+        unlearn(
+            **{"model": model, "tokenizer": tokenizer, "forget": FORGET, "retain": RETAIN, "config": PAPER, **change}
+        )
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize("change, error, message", BAD_CALLS)
 def test_an_adapted_model_is_untouched_by_a_bad_call(tiny_model, tokenizer, ids, change, error, message):
-    model = unlearn(tiny_model("qwen3"), tokenizer, FORGET, RETAIN, adapter_name="first")
+    model = unlearn(tiny_model("qwen3"), tokenizer, FORGET, RETAIN, PAPER, adapter_name="first")
     output = logits(model, ids)
-    call = {"forget": FORGET_OTHER, "retain": RETAIN, "adapter_name": "second", **change}
+    call = {"forget": FORGET_OTHER, "retain": RETAIN, "config": PAPER, "adapter_name": "second", **change}
     with unchanged(model), pytest.raises(error, match=message):
         unlearn(model, tokenizer, **call)
     assert torch.equal(logits(model, ids), output)
@@ -259,20 +264,20 @@ def test_an_adapted_model_is_untouched_by_a_bad_call(tiny_model, tokenizer, ids,
 
 
 def test_a_name_that_is_taken_is_refused(tiny_model, tokenizer):
-    model = unlearn(tiny_model("llama"), tokenizer, FORGET, RETAIN)
+    model = unlearn(tiny_model("llama"), tokenizer, FORGET, RETAIN, PAPER)
     with unchanged(model), pytest.raises(ValueError, match="'default' already exists"):
-        unlearn(model, tokenizer, FORGET_OTHER, RETAIN)
+        unlearn(model, tokenizer, FORGET_OTHER, RETAIN, PAPER)
 
 
 def test_a_model_with_another_kind_of_adapter_is_refused(tiny_model, tokenizer):
     model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
     with unchanged(model), pytest.raises(ValueError, match="different peft types"):
-        unlearn(model, tokenizer, FORGET, RETAIN, adapter_name="second")
+        unlearn(model, tokenizer, FORGET, RETAIN, PAPER, adapter_name="second")
 
 
 def test_after_a_failure_it_works(tiny_model, tokenizer, ids):
     model = tiny_model("gpt2")
     with pytest.raises(ValueError):
-        unlearn(model, tokenizer, FORGET, RETAIN, scale=nothing_but_nan)
-    expected = unlearn(tiny_model("gpt2"), tokenizer, FORGET, RETAIN)
-    assert same_tensors(tensors(unlearn(model, tokenizer, FORGET, RETAIN)), tensors(expected))
+        unlearn(model, tokenizer, FORGET, RETAIN, PAPER, scale=nothing_but_nan)
+    expected = unlearn(tiny_model("gpt2"), tokenizer, FORGET, RETAIN, PAPER)
+    assert same_tensors(tensors(unlearn(model, tokenizer, FORGET, RETAIN, PAPER)), tensors(expected))

@@ -1,4 +1,4 @@
-"""Runs a model over data and sums up the second moments of its layers' inputs.
+"""Runs a model over data and hands the inputs of its layers on: to sums of second moments, or to any other `RowSink`.
 
 Forward pre-hooks see the input of every selected layer. Layers that are handed the same tensor share one moment from the
 first batch on; that they still do is checked in every batch. The output head is not run: its input is the body's output.
@@ -12,14 +12,14 @@ import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .encoding import Item, batches, encode_items, tokenizer_fingerprint
+from .encoding import Batch, Item, batches, encode_items, tokenizer_fingerprint
 from .selection import Selection, base_layer_of, editable_layers, output_head, select_layers, unwrap
 from .statistics import Moment, Provenance, Statistics
 
@@ -84,17 +84,17 @@ def collect_statistics(
     layers = layers or select_layers(base, selection)
     stream = _Stream(data, tokenizer, mask_fn, token_position, batch_size, max_length)
 
-    collector = _Collector(layers, device)
+    collector = Collector(layers, device)
     # a caller's inference mode would hide in-place changes from us
-    with torch.inference_mode(False), torch.no_grad(), _evaluating(base), collector:
-        run = _BodyRunner(base, layers, collector)
+    with torch.inference_mode(False), torch.no_grad(), evaluating(base), collector:
+        run = BodyRunner(base, layers, collector)
         progress = logging.tqdm(stream, total=len(stream), desc="Collecting statistics")
         for inputs, mask in progress:
             collector.start_batch(mask)
             run(inputs)
             collector.end_batch()
     collector.check_fed(stream.selected)
-    return Statistics(collector.moments(), stream.provenance(base))
+    return Statistics(collector.sinks(), stream.provenance(base))
 
 
 def _engram_layers(base: nn.Module) -> dict[str, nn.Module]:
@@ -102,7 +102,7 @@ def _engram_layers(base: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode for the time being; afterwards every module is in the mode it was in."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -177,8 +177,6 @@ class _Stream:
                 yield batch, None, "all"
 
     def provenance(self, model: nn.Module) -> Provenance:
-        from engram_peft import __version__
-
         config = getattr(model, "config", None)
         return Provenance(
             model=str(getattr(config, "_name_or_path", "") or ""),
@@ -186,8 +184,15 @@ class _Stream:
             tokenizer="" if self.tokenizer is None else tokenizer_fingerprint(self.tokenizer),
             mask="+".join(sorted(self.rules)),
             texts=self.texts,
-            library_version=__version__,
+            library_version=library_version(),
         )
+
+
+def library_version() -> str:
+    """The version that files say they were written by."""
+    from engram_peft import __version__
+
+    return __version__
 
 
 def model_fingerprint(model: nn.Module) -> str:
@@ -229,10 +234,10 @@ def _checked_mask(mask: Any, batch: Any) -> torch.Tensor:
     return mask
 
 
-class _BodyRunner:
+class BodyRunner:
     """Runs what is needed of a model: the body without the head where the head's input is the body's output."""
 
-    def __init__(self, model: nn.Module, layers: dict[str, nn.Module], collector: _Collector) -> None:
+    def __init__(self, model: nn.Module, layers: dict[str, nn.Module], collector: Collector) -> None:
         self.model, self.body, self.collector = model, model, collector
         self.head: nn.Module | None = None
         self._device = next((p.device for p in model.parameters() if p.device.type != "meta"), None)
@@ -248,6 +253,12 @@ class _BodyRunner:
         accepted = inspect.signature(self.body.forward).parameters
         self._accepted = set(accepted) - {"labels"}
         self._no_cache = {"use_cache": False} if "use_cache" in accepted else {}
+
+    def batch(self, batch: Batch) -> None:
+        """Runs a batch of texts, whose mask says which rows go to the sinks."""
+        self.collector.start_batch(batch.mask)
+        self({"input_ids": batch.input_ids, "attention_mask": batch.attention_mask})
+        self.collector.end_batch()
 
     def __call__(self, inputs: Any) -> None:
         if isinstance(inputs, torch.Tensor):
@@ -308,11 +319,25 @@ def _version(x: torch.Tensor) -> float:
     return float("nan") if x.is_inference() else x._version
 
 
-class _Group:
-    """Layers that are handed the same tensor in every forward pass, and the moment of that tensor."""
+class RowSink(Protocol):
+    """Where the selected rows of a layer's input go."""
 
-    def __init__(self, moment: Moment) -> None:
-        self.moment = moment
+    count: int
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Takes float32 `rows`, `(n, dim)`, which it must not keep or change."""
+        ...
+
+    def copy(self) -> RowSink:
+        """A sink of the same rows that can be added to without changing this one."""
+        ...
+
+
+class _Group:
+    """Layers that are handed the same tensor in every forward pass, and the sink of its rows."""
+
+    def __init__(self, sink: Any) -> None:
+        self.sink = sink
         self.members: list[str] = []
         self.tensor: weakref.ref[torch.Tensor] | None = None  # what this batch's first member was handed
         self.version = -1.0
@@ -328,7 +353,7 @@ class _Group:
     def fold(self) -> None:
         if self.pending is not None:
             with _full_precision(self.pending.device):
-                self.moment.add(self.pending)
+                self.sink.add(self.pending)
             self.pending = None
 
 
@@ -344,11 +369,13 @@ def _full_precision(device: torch.device) -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
 
 
-class _Collector:
-    """Forward pre-hooks on the selected layers, and the sums that they feed."""
+class Collector:
+    """Forward pre-hooks on the selected layers, and the sinks that they feed."""
 
-    def __init__(self, layers: dict[str, nn.Module], device: str | torch.device | None) -> None:
-        self.layers, self.device = layers, device
+    def __init__(
+        self, layers: dict[str, nn.Module], device: str | torch.device | None, sink: Callable[[int], Any] = Moment
+    ) -> None:
+        self.layers, self.device, self.sink = layers, device, sink
         self.names = {module: name for name, module in layers.items()}
         self.group_of: dict[str, _Group] = {}
         self.handles: list[Any] = []
@@ -358,7 +385,7 @@ class _Collector:
         self.listening = True
         self.by_tensor: dict[tuple[int, bool], _Group] = {}  # first batch: the group of every tensor seen in it
 
-    def __enter__(self) -> _Collector:
+    def __enter__(self) -> Collector:
         for module in self.layers.values():
             self.handles.append(module.register_forward_pre_hook(self._hook, with_kwargs=True))
         return self
@@ -415,7 +442,7 @@ class _Collector:
         key = (id(x), has_bias)
         group = self.by_tensor.get(key) if self.first_batch else None
         if group is None or not group.holds(x):
-            group = _Group(Moment(x.shape[-1] + has_bias))
+            group = _Group(self.sink(x.shape[-1] + has_bias))
             if self.first_batch:
                 self.by_tensor[key] = group
         group.members.append(name)
@@ -427,9 +454,9 @@ class _Collector:
             group.fold()
             group.tensor = None
             return group
-        alone = _Group(group.moment.copy())
+        alone = _Group(group.sink.copy())
         if name in group.arrived and group.pending is not None:
-            alone.moment.add(group.pending)  # its earlier rows of this pass
+            alone.sink.add(group.pending)  # its earlier rows of this pass
         group.members.remove(name)
         group.arrived.discard(name)
         alone.members.append(name)
@@ -460,12 +487,12 @@ class _Collector:
     def check_fed(self, selected: int) -> None:
         if selected == 0:
             raise ValueError("The mask selects no token of the data: there is nothing to collect.")
-        unfed = [name for name in self.layers if name not in self.group_of or self.group_of[name].moment.count == 0]
+        unfed = [name for name in self.layers if name not in self.group_of or self.group_of[name].sink.count == 0]
         if unfed:
             raise ValueError(f"The forward pass never fed {unfed[:5]}. Leave them out with `exclude_modules`.")
 
-    def moments(self) -> dict[str, Moment]:
-        return {name: self.group_of[name].moment for name in self.layers}
+    def sinks(self) -> dict[str, Any]:
+        return {name: self.group_of[name].sink for name in self.layers}
 
 
 def _has_bias(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 An item is a `str` (every token counts), a `(prompt, answer)` pair (the answer's tokens count), or a list of chat messages
 that ends with the assistant's (that message counts; the rest goes through the tokenizer's chat template). Rows of a
 `datasets.Dataset` are dictionaries with `text`, with `prompt` or `question` and `answer` or `completion`, or with `messages`.
+A dictionary may name its `subject`, for `token_position="subject"`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ logger = logging.get_logger(__name__)
 Message = dict[str, str]
 Item = str | tuple[str, str] | list[Message] | dict[str, Any]
 
-TOKEN_POSITIONS = ("answer", "predict")
+TOKEN_POSITIONS = ("answer", "predict", "subject")
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class EncodedItem:
 class Batch:
     """Texts of similar length, padded on the right.
 
-    `input_ids` and `attention_mask` are `(batch, length)` int64, `mask` is `(batch, length)` bool.
+    `input_ids` and `attention_mask` are `(batch, length)` int64, `mask` is `(batch, length)` bool; `items` says which of the
+    encoded items they are.
     """
 
     input_ids: torch.Tensor
     attention_mask: torch.Tensor
     mask: torch.Tensor
+    items: list[int]
 
 
 def encode_items(
@@ -54,21 +57,28 @@ def encode_items(
         items (`Sequence`): The texts.
         max_length (`int`): Longer texts are cut on the right.
         token_position (`str`):
-            `"answer"` takes the rows at the tokens that count, `"predict"` the rows one earlier, which predict them.
+            `"answer"` takes the rows at the tokens that count, `"predict"` the rows one earlier, which predict them,
+            `"subject"` the single row at the last token of what is asked about: see `subjects.subject_positions`.
 
     Raises:
-        `ValueError`: An item is empty, or its prompt leaves no room for the answer within `max_length`.
+        `ValueError`: An item is empty, or its prompt leaves no room for the answer within `max_length`; or it has no subject.
         `TypeError`: An item is of another kind.
     """
     if token_position not in TOKEN_POSITIONS:
         raise ValueError(f"`token_position` must be one of {list(TOKEN_POSITIONS)}, got {token_position!r}.")
-    return [_encode(tokenizer, item, f"Item {i}", max_length, token_position) for i, item in enumerate(items)]
+    texts = [tokenize_item(tokenizer, item, f"Item {i}", max_length) for i, item in enumerate(items)]
+    if token_position == "subject":
+        from .subjects import subject_positions  # it needs this module
+
+        positions = subject_positions(tokenizer, items, texts)
+        return [
+            EncodedItem(tokens.input_ids, [i == position for i in range(len(tokens.input_ids))])
+            for tokens, position in zip(texts, positions, strict=True)
+        ]
+    return [_encode(tokens, f"Item {i}", token_position) for i, tokens in enumerate(texts)]
 
 
-def _encode(
-    tokenizer: PreTrainedTokenizerBase, item: Item, where: str, max_length: int, token_position: str
-) -> EncodedItem:
-    tokens = tokenize_item(tokenizer, item, where, max_length)
+def _encode(tokens: TokenizedItem, where: str, token_position: str) -> EncodedItem:
     counts = [i >= tokens.start for i in range(len(tokens.input_ids))]
     if token_position == "predict":
         counts = counts[1:] + [False]
@@ -111,7 +121,7 @@ def tokenize_item(
         raise ValueError(f"{where} is empty: it has no {'text' if prompt is None else 'answer'}.")
     prompt_ids: list[int] = []
     if prompt is not None:
-        prompt_ids = tokenizer(prompt, add_special_tokens=not _has_bos(tokenizer, prompt))["input_ids"]
+        prompt_ids = tokenize_prompt(tokenizer, prompt)
     if max_length is not None and len(prompt_ids) >= max_length:
         raise ValueError(
             f"{where} has a prompt of {len(prompt_ids)} tokens, which fills `max_length={max_length}`: no token of "
@@ -123,6 +133,30 @@ def tokenize_item(
     offsets = encoded["offset_mapping"] if tokenizer.is_fast else _decoded_offsets(tokenizer, answer_ids)
     stop = None if max_length is None else max_length - len(prompt_ids)
     return TokenizedItem(prompt, answer, prompt_ids + answer_ids[:stop], len(prompt_ids), offsets[:stop])
+
+
+def tokenize_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
+    """Token ids of a prompt, which starts as the tokenizer starts a text, but not twice: rendered chats often do already."""
+    return tokenizer(prompt, add_special_tokens=not _has_bos(tokenizer, prompt))["input_ids"]
+
+
+def prompt_offsets(tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[tuple[int, int]]:
+    """Which characters of the prompt each of the tokens of `tokenize_prompt` stands for; special tokens stand for none."""
+    if tokenizer.is_fast:
+        special = not _has_bos(tokenizer, prompt)
+        return tokenizer(prompt, add_special_tokens=special, return_offsets_mapping=True)["offset_mapping"]
+    return _decoded_offsets(tokenizer, tokenize_prompt(tokenizer, prompt))
+
+
+def question_of(item: Item) -> str | None:
+    """What an item was asked last: the prompt of a pair, the last message before the answer in a chat; `None` in a text."""
+    if isinstance(item, Mapping):
+        return question_of(_item_of_row(item, "The item"))
+    if isinstance(item, str):
+        return None
+    if isinstance(item[0], str):
+        return item[0]
+    return next((str(message["content"]) for message in reversed(item[:-1])), "")
 
 
 def _decoded_offsets(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[tuple[int, int]]:
@@ -195,7 +229,8 @@ def batches(encoded: Sequence[EncodedItem], batch_size: int, pad_token_id: int |
         pad_token_id = 0
     order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].input_ids))
     for start in range(0, len(order), batch_size):
-        items = [encoded[i] for i in order[start : start + batch_size]]
+        chosen = order[start : start + batch_size]
+        items = [encoded[i] for i in chosen]
         lengths = torch.tensor([len(item.input_ids) for item in items])
         shape = (len(items), int(lengths.max()))
         input_ids = torch.full(shape, pad_token_id)
@@ -205,7 +240,7 @@ def batches(encoded: Sequence[EncodedItem], batch_size: int, pad_token_id: int |
             mask[row, : len(item.mask)] = torch.tensor(item.mask)
         # from the lengths, never from `input_ids != pad`: the pad token is often one that texts contain
         attention_mask = (torch.arange(shape[1]) < lengths[:, None]).long()
-        yield Batch(input_ids, attention_mask, mask)
+        yield Batch(input_ids, attention_mask, mask, chosen)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

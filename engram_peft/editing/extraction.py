@@ -3,24 +3,30 @@
 With `pinv(C_a) = R R^T` every product below stays thin. The target's covariance is `F F^T` for few rows, and then
 `R^T F = Q diag(s) Z^T` gives `M = (F Z diag(s)) (R Q)^T`, where `s^2` are the eigenvalues of the pencil `(C_t, C_a)`. For many
 rows `M = (C_t R) R^T`, and the output `W M` says which part of it the layer can show at all.
+
+Two options change `M`. A spectral filter `g` puts `g(lambda)` in the place of the eigenvalues `lambda` of the pencil of sums. A null
+space restricts `M` to inputs that it does not use: with `P = V V^T` for an orthonormal basis `V` of what it leaves, the inverse
+is `P (P C_a P)^+ P = V (V^T C_a V)^+ V^T`, and so `R = V R'` with the inverse `R' R'^T` of a smaller covariance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
 from .collection import model_fingerprint
-from .scaling import Scaling, resolve_scaling
+from .scaling import LayerFacts, Scaling, resolve_scaling
 from .selection import unwrap
 from .spectrum import (
     FLOAT32_EPSILON,
+    CholeskyInverse,
     Inverse,
     InverseOptions,
     SpectralInverse,
@@ -38,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+SpectralFilter = Callable[[torch.Tensor], torch.Tensor]
+
 # A share of a direction above 1 + this means that the reference does not contain the target. Rounding in float32 sums,
 # stretched by the largest condition number that the cut lets pass, stays well below.
 SHARE_TOLERANCE = 0.01
@@ -49,15 +57,16 @@ class LayerDiagnostics:
 
     **Attributes**:
         - **name** (`str`) -- Name of the layer.
-        - **target_count**, **total_count** (`int`) -- Rows of the target and of the reference, `n` and `N`.
+        - **target_count**, **total_count** (`int` or `float`) --
+            Rows of the target and of the reference, `n` and `N`, each as often as it counts.
         - **kept** (`int`) -- Directions of the reference that were inverted, out of **width**.
         - **rank** (`int`) -- Rank of the adapter's factors.
         - **factor** (`float`) -- What the scaling made of the layer.
     """
 
     name: str
-    target_count: int
-    total_count: int
+    target_count: int | float
+    total_count: int | float
     width: int
     kept: int
     rank: int
@@ -69,7 +78,8 @@ class LayerDiagnostics:
     def eigenvalues(self) -> torch.Tensor:
         """Eigenvalues of `(S_t, S_a)`, descending float64: the share of a direction that is the target's, between 0 and 1.
 
-        1 means that only the target uses the direction, `n / N` that everything does.
+        1 means that only the target uses the direction, `n / N` that everything does. They are those before a spectral filter,
+        and of the directions that a null space leaves.
         """
         return self._group.eigenvalues
 
@@ -122,7 +132,7 @@ class ExtractionReport:
         for d in self.layers.values():
             share = f"{float(d.eigenvalues[0]):.3f}" if len(d.eigenvalues) else "-"
             rows.append(
-                (d.name, f"{d.target_count}/{d.total_count}", str(d.rank), f"{d.kept}/{d.width}", f"{d.coverage:.3f}", share,
+                (d.name, f"{_shown(d.target_count)}/{_shown(d.total_count)}", str(d.rank), f"{d.kept}/{d.width}", f"{d.coverage:.3f}", share,
                  f"{d.relative_strength:.4f}")
             )  # fmt: skip
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -174,6 +184,10 @@ class ExtractionReport:
         return ax
 
 
+def _shown(count: int | float) -> str:
+    return str(count) if isinstance(count, int) else f"{count:.1f}"
+
+
 def _layer_index(name: str) -> int:
     return next((int(part) for part in name.split(".") if part.isdigit()), -1)
 
@@ -193,6 +207,9 @@ def extract_engram(
     ridge_delta: float = 1e-6,
     solver: str = "auto",
     seed: int = 0,
+    spectral_filter: str | SpectralFilter = "identity",
+    null_space: Statistics | None = None,
+    null_space_threshold: float = 1e-3,
 ) -> ExtractionReport:
     """Fills an ENGRAM adapter with `M = C_t pinv(C_a)` of every layer that it has.
 
@@ -214,34 +231,41 @@ def extract_engram(
         ridge_delta (`float`): For `cut="ridge"`.
         solver (`str`): `"auto"`, `"eigh"` or `"randomized"`.
         seed (`int`): For the randomized solver.
+        spectral_filter (`str` or `Callable`):
+            What becomes of the eigenvalues `lambda` of `(S_t, S_a)`, the share of a direction that is the target's, between 0 and
+            1: `"identity"` takes out as much of a direction as its share, `"power:p"` takes out `lambda^p` and so with `p` above
+            1 less of what is shared, `"threshold:t"` leaves directions with a share under `t` alone. Your own function maps the
+            float64 tensor of a layer's eigenvalues, descending, to a tensor of the same shape.
+        null_space (`Statistics`, *optional*):
+            Of data whose layer outputs must not change. `M` then maps every direction that these inputs use to 0, and is the
+            best such `M` for target and total: `M = C_t P (P C_a P)^+ P`, with the projector `P` to the directions that they
+            do not use (AlphaEdit, arXiv 2410.02355, section 3).
+        null_space_threshold (`float`):
+            Directions that carry at most this share of what the largest carries count as not used, between 0 and 1. AlphaEdit
+            compares eigenvalues with a fixed number, which would mean something else in every model and layer.
 
     Returns:
         `ExtractionReport`: What was found in every layer.
 
     Raises:
         `ValueError`: The statistics lack a layer, belong to another model, tokenizer or mask rule, or `total` does not contain
-            `target`; the adapter does not exist or is merged; an option is out of its range; `scale` returns something that
-            is not a finite number for every layer. The adapter is then as it was.
+            `target`; the adapter does not exist or is merged; an option is out of its range; `null_space` leaves no direction of a
+            layer; `scale` or `spectral_filter` returns something that is not finite or of another shape. The adapter is then
+            as it was.
     """
     options = InverseOptions(cut, rank_fraction, condition_cap, energy_fraction, ridge_delta, solver, seed)
     scale_name, scaling = resolve_scaling(scale)
+    filter_name, share_filter = resolve_filter(spectral_filter)
+    if not 0 < null_space_threshold < 1:
+        raise ValueError(f"`null_space_threshold` must be between 0 and 1, got {null_space_threshold}.")
+    config, layers = adapter_layers(model, adapter_name)
     base = unwrap(model)
-    config = getattr(model, "peft_config", {}).get(adapter_name)
-    layers = {n: m for n, m in base.named_modules() if adapter_name in getattr(m, "engram_A", ())}
-    if config is None or not layers:
-        raise ValueError(
-            f"The model has no ENGRAM adapter {adapter_name!r}. Add one with `get_peft_model(model, EngramConfig(...))` or "
-            "`model.add_adapter(adapter_name, EngramConfig(...))`."
-        )
-    if merged := [name for name, layer in layers.items() if layer.merged]:
-        raise ValueError(
-            f"Cannot extract while adapters are merged into {merged[:3]}. Call `unmerge_adapter()` first."
-        )
-    _check_statistics(base, layers, target, total)
+    _check_statistics(base, layers, target, total, null_space)
+    constraint = None if null_space is None else _NullSpace(null_space, null_space_threshold)
 
     edits: dict[str, _Edit] = {}
     diagnostics: dict[str, LayerDiagnostics] = {}
-    groups = list(_groups(layers, target, total, adapter_name, options))
+    groups = list(_groups(layers, target, total, adapter_name, options, share_filter, constraint))
     for group in logging.tqdm(groups, desc="Extracting"):
         product = group.solve()
         for name in group.names:
@@ -252,7 +276,7 @@ def extract_engram(
                 name, group.target.count, group.total.count, group.width, product.inverse.rank, edit.rank, 1.0, edit, group
             )  # fmt: skip
 
-    factors = scaling(diagnostics)
+    factors = scaling(cast("Mapping[str, LayerFacts]", diagnostics))
     for name, edit in edits.items():
         factor = factors.get(name)
         if factor is None or not torch.isfinite(torch.tensor(float(factor))):
@@ -275,8 +299,10 @@ def extract_engram(
         record={
             "scale": scale_name,
             **{k: v for k, v in asdict(options).items() if v != getattr(InverseOptions, k) or k == "cut"},
-            "target_rows": max(d.target_count for d in diagnostics.values()),
-            "total_rows": max(d.total_count for d in diagnostics.values()),
+            **({} if share_filter is None else {"spectral_filter": filter_name}),
+            **({} if constraint is None else constraint.record()),
+            "target_rows": round(max(d.target_count for d in diagnostics.values()), 3),
+            "total_rows": round(max(d.total_count for d in diagnostics.values()), 3),
             "target_texts": target.provenance.texts,
             "total_texts": total.provenance.texts,
             "mask": target.provenance.mask,
@@ -286,12 +312,65 @@ def extract_engram(
     return ExtractionReport(diagnostics)
 
 
-def _check_statistics(base: nn.Module, layers: dict[str, Any], target: Statistics, total: Statistics) -> None:
+def adapter_layers(model: PeftModel, adapter_name: str) -> tuple[Any, dict[str, Any]]:
+    """The config of an ENGRAM adapter and the layers that have it, by name.
+
+    Raises:
+        `ValueError`: There is no such adapter, or adapters are merged.
+    """
+    config = getattr(model, "peft_config", {}).get(adapter_name)
+    layers = {n: m for n, m in unwrap(model).named_modules() if adapter_name in getattr(m, "engram_A", ())}
+    if config is None or not layers:
+        raise ValueError(
+            f"The model has no ENGRAM adapter {adapter_name!r}. Add one with `get_peft_model(model, EngramConfig(...))` or "
+            "`model.add_adapter(adapter_name, EngramConfig(...))`."
+        )
+    if merged := [name for name, layer in layers.items() if layer.merged]:
+        raise ValueError(
+            f"Cannot extract while adapters are merged into {merged[:3]}. Call `unmerge_adapter()` first."
+        )
+    return config, layers
+
+
+def resolve_filter(spectral_filter: str | SpectralFilter) -> tuple[str, SpectralFilter | None]:
+    """The filter and the name it is recorded under; `None` for the identity. See `extract_engram`.
+
+    Raises:
+        `ValueError`: It is neither a function nor a known filter with a number in its range.
+    """
+    if callable(spectral_filter):
+        name = getattr(spectral_filter, "__qualname__", type(spectral_filter).__name__).partition(".")[0]
+        return name, spectral_filter
+    if spectral_filter == "identity":
+        return spectral_filter, None
+    kind, _, number = str(spectral_filter).partition(":")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if kind == "power" and 0 < value < math.inf:
+        return spectral_filter, lambda shares: shares**value
+    if kind == "threshold" and 0 < value < 1:
+        return spectral_filter, lambda shares: shares * (shares >= value)
+    raise ValueError(
+        "`spectral_filter` must be 'identity', 'power:p' with p above 0, 'threshold:t' with t between 0 and 1, or a function of "
+        f"the eigenvalues, got {spectral_filter!r}."
+    )
+
+
+def _check_statistics(
+    base: nn.Module, layers: dict[str, Any], target: Statistics, total: Statistics, null_space: Statistics | None
+) -> None:
     target.provenance.check_agrees(total.provenance)
+    given = {"target": target, "total": total}
+    if null_space is not None:
+        # any rows may be protected, whichever are taken out
+        replace(null_space.provenance, mask="").check_agrees(target.provenance)
+        given["null_space"] = null_space
     own = Provenance(
         model=getattr(getattr(base, "config", None), "_name_or_path", ""), model_fingerprint=model_fingerprint(base)
     )
-    for role, statistics in (("target", target), ("total", total)):
+    for role, statistics in given.items():
         missing = [name for name in layers if name not in statistics]
         if missing:
             raise ValueError(f"`{role}` holds no statistics of {missing[:5]}. Collect them on the adapter's layers.")
@@ -318,6 +397,43 @@ _NOT_CONTAINED = "`total` does not contain `target`: pass merge_statistics(targe
 
 
 @dataclass
+class _NullSpace:
+    """What must not change, and which share of the largest eigenvalue a direction may carry and still be edited."""
+
+    statistics: Statistics
+    threshold: float
+
+    def record(self) -> dict[str, Any]:
+        """What `EngramConfig.extraction` says of it."""
+        return {
+            "null_space_threshold": self.threshold,
+            "null_space_rows": round(max(self.statistics.counts.values()), 3),
+            "null_space_texts": self.statistics.provenance.texts,
+        }
+
+
+@dataclass
+class _RestrictedInverse:
+    """`P (P C P)^+ P = V R' R'^T V^T` for `P = V V^T`, `V` an orthonormal `basis` `(dim, k)`, `R'` the inverse of `V^T C V`."""
+
+    basis: torch.Tensor
+    inner: Inverse
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    def whiten(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner.whiten(self.basis.mT @ x)
+
+    def unwhiten(self, v: torch.Tensor) -> torch.Tensor:
+        return self.basis @ self.inner.unwhiten(v)
+
+    def float(self) -> _RestrictedInverse:
+        return _RestrictedInverse(self.basis.float(), self.inner.float())
+
+
+@dataclass
 class _FewRows:
     """`M = F F^T R R^T` for a target of few rows, by `R^T F = Q diag(s) Z^T`: `M = spread (R basis)^T`, both thin, float64.
 
@@ -341,7 +457,19 @@ class _FewRows:
         spread, basis = self.spread, self.basis
         if directions is not None:
             spread, basis = spread @ directions.to(spread.dtype), basis @ directions.to(basis.dtype)
-        return _balanced(spread, self.inverse.unwhiten(basis).mT)
+        return balanced_factors(spread, self.inverse.unwhiten(basis).mT)
+
+
+class _FilteredRows(_FewRows):
+    """The same for a target of many rows, as far as a spectral filter leaves it; up to full rank.
+
+    `R^T C_t R = Q diag(mu) Q^T` gives `M = C_t R Q diag(g(lambda) / lambda) Q^T R^T`; `basis = Q`, `spread` is what stands before it.
+    """
+
+    def whole(self, directions: torch.Tensor | None) -> torch.Tensor:
+        """`M` itself, `(width, width)`, restricted to orthonormal `directions` `(m, r)` of the basis."""
+        left, right = self.factors(directions)
+        return left @ right
 
 
 @dataclass
@@ -367,7 +495,7 @@ class _ManyRows:
         if directions is None:
             directions = torch.eye(self.columns, dtype=self.covariance.dtype, device=self.covariance.device)
         right = self.inverse.unwhiten(directions.to(self.covariance.dtype)).mT
-        return _balanced(self.covariance @ right.mT, right)
+        return balanced_factors(self.covariance @ right.mT, right)
 
     def whole(self, directions: torch.Tensor | None) -> torch.Tensor:
         """`M` itself, `(width, width)`, restricted likewise."""
@@ -377,7 +505,7 @@ class _ManyRows:
         return left @ right
 
 
-def _balanced(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def balanced_factors(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same product with columns and rows of equal norm, so that half precision holds both equally well; float32."""
     balance = (left.norm(dim=0) / right.norm(dim=1).clamp_min(1e-30)).clamp_min(1e-30).sqrt()
     return (left / balance).float().contiguous(), (right * balance[:, None]).float().contiguous()
@@ -412,9 +540,11 @@ class _Group:
         width: int,
         device: torch.device,
         options: InverseOptions,
+        share_filter: SpectralFilter | None,
+        constraint: _NullSpace | None,
     ) -> None:
         self.names, self.target, self.total, self.width = names, target, total, width
-        self.device, self.options = device, options
+        self.device, self.options, self.share_filter, self.constraint = device, options, share_filter, constraint
 
     def covariance(self, moment: Moment, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """`C = S / count` without the constant's row and column if the bias is left alone: `(width, width)`."""
@@ -423,7 +553,26 @@ class _Group:
     def _inverse(self) -> Inverse:
         covariance = self.covariance(self.total)
         self._check_finite(covariance, "total")
-        return invert(covariance, self.total.count, self.options)
+        if self.constraint is None:
+            return invert(covariance, self.total.size, self.options)
+        free = self._free_directions(self.constraint, covariance)
+        return _RestrictedInverse(free, invert(free.mT @ covariance @ free, self.total.size, self.options))
+
+    def _free_directions(self, constraint: _NullSpace, total: torch.Tensor) -> torch.Tensor:
+        """Orthonormal basis of what the total uses and the null space's data do not, `(width, k)`."""
+        protected = self.covariance(constraint.statistics.moments[self.names[0]])
+        self._check_finite(protected, "null_space")
+        eigenvalues, vectors = torch.linalg.eigh(protected)
+        basis = vectors[:, eigenvalues <= constraint.threshold * eigenvalues[-1]]
+        # where the total is silent as well there is only rounding, which the inverse would blow up
+        eigenvalues, vectors = torch.linalg.eigh(basis.mT @ total @ basis)
+        basis = basis @ vectors[:, eigenvalues > self.options.rtol(len(total)) * largest_eigenvalue(total)]
+        if basis.shape[1] == 0:
+            raise ValueError(
+                f"`null_space` uses every direction of {self.names[0]} that `total` does, so nothing could be edited. Raise "
+                f"`null_space_threshold`, which is {constraint.threshold}, or collect `null_space` on less data."
+            )
+        return basis
 
     def _check_finite(self, sums: torch.Tensor, role: str) -> None:
         if not torch.isfinite(sums.sum()):
@@ -440,6 +589,8 @@ class _Group:
         inverse = self._inverse()
         share = self.target.count / self.total.count
         factor = self._target_factor()
+        if factor is None and self.share_filter is not None:
+            return self._solve_filtered(inverse, share, self.share_filter)
         if factor is None:
             inverse = inverse.float()
             covariance = self.covariance(self.target, torch.float32)
@@ -459,7 +610,25 @@ class _Group:
         self.__dict__["coverage"] = _coverage(inverse, factor)
         self._check_contains(float(eigenvalues[0]) * share)
         s = eigenvalues.sqrt()
-        return _FewRows(inverse, (factor @ z) * s, (whitened @ z) / s.clamp_min(1e-30))
+        spread, basis = (factor @ z) * s, (whitened @ z) / s.clamp_min(1e-30)
+        if self.share_filter is not None:
+            gains = _gains(self.share_filter, share * eigenvalues)
+            spread, basis = (spread * gains)[:, gains != 0], basis[:, gains != 0]
+        return _FewRows(inverse, spread, basis)
+
+    def _solve_filtered(self, inverse: Inverse, share: float, share_filter: SpectralFilter) -> _FilteredRows:
+        covariance = self.covariance(self.target)
+        self._check_finite(covariance, "target")
+        eigenvalues, vectors = torch.linalg.eigh(inverse.whiten(inverse.whiten(covariance).mT))
+        eigenvalues, vectors = share * eigenvalues.flip(0).clamp_min(0), vectors.flip(1)
+        self.__dict__["eigenvalues"] = eigenvalues
+        if not self._contained_by_construction():
+            self._check_contains(float(eigenvalues[0]))
+        kept = eigenvalues > FLOAT32_EPSILON * eigenvalues[0]
+        gains = _gains(share_filter, eigenvalues[kept])
+        vectors = vectors[:, kept][:, gains != 0]
+        spread = covariance @ inverse.unwhiten(vectors) * gains[gains != 0]
+        return _FilteredRows(inverse, spread, vectors)
 
     def _contained_by_construction(self) -> bool:
         parts = {id(tensor) for tensor in self.total.tensors()}
@@ -482,7 +651,7 @@ class _Group:
     def coverage(self) -> float:
         """See `LayerDiagnostics.coverage`."""
         inverse = self._inverse()
-        if not isinstance(inverse, SpectralInverse):
+        if isinstance(inverse, CholeskyInverse):
             return 1.0
         eigenvalues, vectors = torch.linalg.eigh(self.covariance(self.target))
         return _coverage(inverse, vectors * eigenvalues.clamp_min(0).sqrt())
@@ -503,10 +672,25 @@ class _Group:
         return self
 
     def release(self) -> None:
-        self.target = self.total = None  # type: ignore[assignment]
+        self.target = self.total = self.constraint = None  # type: ignore[assignment]
+
+
+def _gains(share_filter: SpectralFilter, shares: torch.Tensor) -> torch.Tensor:
+    """`g(lambda) / lambda` of positive descending eigenvalues, float64 of the same shape."""
+    shares = shares.clamp_max(1)  # above only by rounding
+    filtered = share_filter(shares.clone())
+    if not isinstance(filtered, torch.Tensor) or filtered.shape != shares.shape or not torch.isfinite(filtered).all():
+        raise ValueError(
+            f"`spectral_filter` must return a finite number for each of the {len(shares)} eigenvalues, as one tensor; it "
+            f"returned {filtered}."
+        )
+    return filtered.to(shares) / shares.clamp_min(1e-300)
 
 
 def _coverage(inverse: Inverse, factor: torch.Tensor) -> float:
+    if isinstance(inverse, _RestrictedInverse):
+        free = inverse.basis.mT @ factor
+        return _coverage(inverse.inner, free) * float(free.square().sum() / factor.square().sum().clamp_min(1e-300))
     if not isinstance(inverse, SpectralInverse):
         return 1.0
     kept = inverse.root / inverse.root.norm(dim=0)
@@ -514,15 +698,25 @@ def _coverage(inverse: Inverse, factor: torch.Tensor) -> float:
 
 
 def _groups(
-    layers: dict[str, Any], target: Statistics, total: Statistics, adapter_name: str, options: InverseOptions
+    layers: dict[str, Any],
+    target: Statistics,
+    total: Statistics,
+    adapter_name: str,
+    options: InverseOptions,
+    share_filter: SpectralFilter | None,
+    constraint: _NullSpace | None,
 ) -> Iterator[_Group]:
-    names: dict[tuple[int, int, int, torch.device], list[str]] = {}
+    names: dict[tuple[int, int, int | None, int, torch.device], list[str]] = {}
     for name, layer in layers.items():
         width = layer.in_features + layer.absorbs_bias(adapter_name)
-        key = (id(target.moments[name]), id(total.moments[name]), width, layer.get_base_layer().weight.device)
+        protected = None if constraint is None else id(constraint.statistics.moments[name])
+        device = layer.get_base_layer().weight.device
+        key = (id(target.moments[name]), id(total.moments[name]), protected, width, device)
         names.setdefault(key, []).append(name)
-    for (_, _, width, device), group in names.items():
-        yield _Group(group, target.moments[group[0]], total.moments[group[0]], width, device, options)
+    for (*_, width, device), group in names.items():
+        yield _Group(
+            group, target.moments[group[0]], total.moments[group[0]], width, device, options, share_filter, constraint
+        )
 
 
 def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows) -> _Edit:
@@ -535,7 +729,7 @@ def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows)
     elif layer.out_features < columns:
         directions = torch.linalg.qr(product.output(weight).mT).Q
     found = columns if directions is None else directions.shape[1]
-    if isinstance(product, _ManyRows) and 2 * found > weight.shape[1] == layer.in_features:
+    if isinstance(product, _ManyRows | _FilteredRows) and 2 * found > weight.shape[1] == layer.in_features:
         return _Edit(layer, adapter_name, product.whole(directions), None, layer.in_features, found)
     left, right = product.factors(directions)
     if found == 0:  # a layer that is always silent; an adapter has at least rank 1

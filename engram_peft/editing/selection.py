@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -108,6 +108,71 @@ def output_head(model: nn.Module) -> nn.Module | None:
     except NotImplementedError:
         return None
     return None if head is None else base_layer_of(head)
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's stack of layers: the longest `ModuleList` of the unwrapped model that is not part of another one.
+
+    Raises:
+        `ValueError`: The model has none.
+    """
+    stacks: dict[str, nn.ModuleList] = {}
+    for name, module in unwrap(model).named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in stacks)
+        if isinstance(module, nn.ModuleList) and len(module) and not inside:
+            stacks[name] = module
+    if not stacks:
+        raise ValueError(
+            f"{type(unwrap(model)).__name__} has no stack of layers (a `ModuleList`): name `target_modules`."
+        )
+    return max(stacks.values(), key=len)
+
+
+def residual_writers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers whose output is added to the hidden state, by name: the last of every attention and of every MLP.
+
+    Every decoder layer consists of blocks, which hold the layers that can be edited; the last one defined in a block is what the
+    block writes with (`o_proj`, `down_proj`, `c_proj`, `fc2`, ...), if it is as wide as the hidden state.
+    """
+    model = unwrap(model)
+    stack = decoder_layers(model)
+    config = getattr(model, "config", None)
+    hidden_size = None if config is None else getattr(config.get_text_config(), "hidden_size", None)
+    of_block: dict[tuple[int, str], str] = {}
+    layers = editable_layers(model)
+    inside = {module: number for number, layer in enumerate(stack) for module in layer.modules()}
+    for name, module in layers.items():
+        if module in inside:
+            of_block[inside[module], name.rpartition(".")[0]] = name
+    return {name: layers[name] for name in of_block.values() if hidden_size in (None, output_width(layers[name]))}
+
+
+def output_width(layer: nn.Module) -> int:
+    """How wide the output of an `nn.Linear` or `Conv1D` is, inside PEFT's wrappers or not."""
+    base = base_layer_of(layer)
+    return base.out_features if isinstance(base, nn.Linear) else cast(Conv1D, base).nf
+
+
+def mlp_writers(model: nn.Module) -> dict[int, str]:
+    """The layer that the MLP of every decoder layer writes with: its name, by the index of the decoder layer.
+
+    Of the writers of a decoder layer it is the one with the widest input, and among those of equal width the last.
+    """
+    stack = decoder_layers(model)
+    inside = {module: number for number, layer in enumerate(stack) for module in layer.modules()}
+    writers = residual_writers(model)
+    found: dict[int, str] = {}
+    for name, module in writers.items():
+        earlier = found.get(inside[module])
+        if earlier is None or input_width(module) >= input_width(writers[earlier]):
+            found[inside[module]] = name
+    return found
+
+
+def input_width(layer: nn.Module) -> int:
+    """How wide the input of an `nn.Linear` or `Conv1D` is, inside PEFT's wrappers or not."""
+    base = base_layer_of(layer)
+    return base.in_features if isinstance(base, nn.Linear) else cast(Conv1D, base).nx
 
 
 def check_supported(model: nn.Module, selection: Any) -> None:

@@ -164,6 +164,24 @@ def invert(covariance: torch.Tensor, count: int, options: InverseOptions) -> Inv
     return SpectralInverse(vectors[:, kept] * (eigenvalues[kept] + damping).rsqrt())
 
 
+def ridge_inverse(matrix: torch.Tensor, rtol: float) -> CholeskyInverse:
+    """The inverse of `matrix + rtol lambda_1 I` for a symmetric positive semidefinite `matrix`.
+
+    Raises:
+        `ValueError`: The matrix holds NaN or infinity.
+    """
+    if not torch.isfinite(matrix.sum()):
+        raise ValueError("The matrix to invert holds NaN or infinity.")
+    top = largest_eigenvalue(matrix) if matrix.any() else 1.0
+    for _ in range(3):
+        upper = matrix.clone()
+        upper.diagonal().add_(rtol * top)
+        if _factorise(upper):
+            return CholeskyInverse(upper.triu_())
+        rtol *= 10  # the matrix is semidefinite only up to the rounding of its sums
+    raise ValueError("The matrix to invert is not positive semidefinite.")
+
+
 def kept_directions(eigenvalues: torch.Tensor, dim: int, count: int, options: InverseOptions) -> torch.Tensor:
     """Which of the descending `eigenvalues` are inverted: a boolean tensor of the same shape."""
     positive = eigenvalues > 0

@@ -7,6 +7,8 @@ and says where they come from. Layers that read the same tensor (`q_proj`, `k_pr
 from __future__ import annotations
 
 import json
+import math
+import operator
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -38,27 +40,37 @@ class Moment:
     `S[192k : 192(k+1), 192k:]`, which is half the memory and half the work of the full matrix. Merging lists the parts
     side by side; they are added up when the sum is read, in float64.
 
+    Rows may count more or less than once: see `Moment.weighted`.
+
     Args:
         dim (`int`): Width of a row.
 
     **Attributes**:
         - **dim** (`int`) -- Width of a row; one more than the layer's input where a constant 1 carries the bias.
-        - **count** (`int`) -- Number of rows.
+        - **count** (`int` or `float`) -- Number of rows, each as often as it counts.
         - **rows** (`list[torch.Tensor]`) -- Rows not yet summed up, float32, `(n_i, dim)`.
         - **sums** (`list[list[torch.Tensor]]`) -- Sums as panels, float32 or float64.
     """
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
-        self.count = 0
+        self.count: int | float = 0
         self.rows: list[torch.Tensor] = []
         self.sums: list[Panels] = []
+        self._size: int | None = None  # `size`, where rows do not count once each
         self._summed_up = 0  # rows in `sums[-1]` if `add` may write into it; 0: it is shared, or there is none
 
+    @property
+    def size(self) -> int:
+        """Number of rows, whatever they count for: what bounds the rank."""
+        return int(self.count) if self._size is None else self._size
+
     def add(self, rows: torch.Tensor) -> None:
-        """Adds float32 `rows`, `(n, dim)`."""
+        """Adds float32 `rows`, `(n, dim)`, which count once."""
         self.count += len(rows)
-        if not self.sums and self.count <= self.dim // 2:
+        if self._size is not None:
+            self._size += len(rows)
+        if not self.sums and self.size <= self.dim // 2:
             self.rows.append(rows.clone())
             return
         pending, self.rows = [*self.rows, rows], []
@@ -105,14 +117,14 @@ class Moment:
 
     def factor(self, device: str | torch.device | None = None) -> torch.Tensor | None:
         """`F` with `S = F F^T`, `(dim, n)` float64, where the rank is at most `dim / 2`; otherwise `None`."""
-        if self.count > self.dim // 2:
+        if self.size > self.dim // 2:
             return None
         device = self.device if device is None else torch.device(device)
         if not self.sums:
             rows = [part.to(device, torch.float64) for part in self.rows]
             return torch.cat(rows).mT if rows else torch.zeros(self.dim, 0, dtype=torch.float64, device=device)
         eigenvalues, vectors = torch.linalg.eigh(self.dense(device))
-        top = slice(self.dim - self.count, None)
+        top = slice(self.dim - self.size, None)
         return vectors[:, top] * eigenvalues[top].clamp_min(0).sqrt()
 
     @property
@@ -133,6 +145,24 @@ class Moment:
         other.sums = [[panel.clone() for panel in panels] for panels in self.sums]
         return other
 
+    def weighted(self, weight: float) -> Moment:
+        """The moment of the same rows, each counting `weight` times: `weight S` over `weight count` rows.
+
+        Raises:
+            `ValueError`: `weight` is not a positive finite number.
+        """
+        if not (0 < weight < math.inf):
+            raise ValueError(f"`weight` must be a positive finite number, got {weight}.")
+        other = Moment.merged([self])
+        if weight == 1:
+            return other
+        count = self.count * weight
+        other.count = int(count) if float(count).is_integer() else count
+        other._size = self.size
+        other.rows = [rows * math.sqrt(weight) for rows in self.rows]
+        other.sums = [[panel * weight for panel in panels] for panels in self.sums]
+        return other
+
     def to(self, device: str | torch.device) -> Moment:
         """The same moment on `device`; tensors that are there already are shared."""
         other = Moment.merged([self])
@@ -145,6 +175,8 @@ class Moment:
         """The moment of all rows together. Nothing is copied: the tensors of the parts are shared."""
         moments = list(moments)
         total = Moment(moments[0].dim)
+        if any(moment._size is not None for moment in moments):
+            total._size = sum(moment.size for moment in moments)
         for moment in moments:
             if moment.dim != total.dim:
                 raise ValueError(f"Cannot merge moments of width {total.dim} and {moment.dim}.")
@@ -164,8 +196,8 @@ class Provenance:
         model_fingerprint (`str`): Hash of the model's configuration.
         tokenizer (`str`): Fingerprint of the tokenizer.
         mask (`str`):
-            Which rows were taken: `"answer"`, `"predict"`, `"labels"`, `"attention_mask"`, `"mask_fn"` or `"all"`; several
-            are joined by `+`.
+            Which rows were taken: `"answer"`, `"predict"`, `"subject"`, `"labels"`, `"attention_mask"`, `"mask_fn"` or
+            `"all"`; several are joined by `+`.
         texts (`int`): Number of texts, or of sequences of a loader.
         library_version (`str`): Version of engram_peft.
     """
@@ -178,7 +210,10 @@ class Provenance:
     library_version: str = ""
 
     def check_agrees(self, other: Provenance, what: str = "statistics") -> None:
-        """Raises a `ValueError` if the two cannot come from the same model, tokenizer and mask rule."""
+        """Raises a `ValueError` if the two cannot come from the same model, tokenizer and mask rule.
+
+        `"subject"` takes one row where `"answer"` and `"predict"` take all of theirs, so it goes with either.
+        """
 
         def differ(mine: str, theirs: str) -> bool:
             return bool(mine and theirs and mine != theirs)
@@ -238,8 +273,8 @@ class Statistics:
         return name in self.moments
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Number of rows each layer was fed."""
+    def counts(self) -> dict[str, int | float]:
+        """Number of rows each layer was fed, each as often as it counts."""
         return {name: moment.count for name, moment in self.moments.items()}
 
     def covariance(self, name: str) -> torch.Tensor:
@@ -266,6 +301,30 @@ class Statistics:
         """The same statistics with their tensors on `device`."""
         return Statistics(self._with_moments([moment.to(device) for moment, _ in self.groups()]), self.provenance)
 
+    def weighted(self, weight: float) -> Statistics:
+        """The statistics of the same data with every row counting `weight` times: sums and counts are multiplied by it.
+
+        What is to be kept can so outweigh what is to be forgotten: with `total = target.merge(retain.weighted(w), general)`
+        the reference is `S_a = S_t + w S_retain + S_general`. Whole weights are the same as listing the data that often.
+        Nothing is copied where `weight` is 1; otherwise the sums are.
+
+        Args:
+            weight (`float`): How often a row counts, above 0.
+
+        Raises:
+            `ValueError`: `weight` is not a positive finite number.
+
+        Example:
+
+            ```py
+            >>> total = merge_statistics(target, retain.weighted(30), general)
+            >>> report = extract_engram(model, target, total)
+            ```
+        """
+        return Statistics(
+            self._with_moments([moment.weighted(weight) for moment, _ in self.groups()]), self.provenance
+        )
+
     def merge(self, *others: Statistics) -> Statistics:
         """The statistics of all data together: see `merge_statistics`."""
         return merge_statistics(self, *others)
@@ -282,6 +341,8 @@ class Statistics:
         index = []
         for number, (moment, names) in enumerate(self.groups()):
             index.append({"dim": moment.dim, "count": moment.count, "names": names})
+            if moment.size != moment.count:
+                index[-1]["size"] = moment.size
             if moment.sums:
                 tensors[f"{number}.upper"] = _pack_upper(moment)
             else:
@@ -389,26 +450,27 @@ def _read_header(
         index: list[dict[str, Any]] = json.loads(header["moments"])
         known = {f.name for f in fields(Provenance)}
         provenance = Provenance(**{k: v for k, v in json.loads(header["provenance"]).items() if k in known})
-        entries = [(int(entry["dim"]), int(entry["count"]), [str(n) for n in entry["names"]]) for entry in index]
+        entries = [(int(entry["dim"]), *_counted(entry), [str(n) for n in entry["names"]]) for entry in index]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: its header cannot be read ({error!r}).") from None
     moments: dict[str, Moment] = {}
-    for number, (dim, count, names) in enumerate(entries):
+    for number, (dim, count, size, names) in enumerate(entries):
         upper, rows = tensors.pop(f"{number}.upper", None), tensors.pop(f"{number}.rows", None)
         tensor = upper if upper is not None else rows
         check(tensor is not None and (upper is None or rows is None), f"moment {number} has no single tensor")
         assert tensor is not None
-        check(dim > 0 and count >= 0 and bool(names), f"moment {number} claims width {dim} and {count} rows")
+        check(
+            dim > 0 and 0 <= count < math.inf and size >= 0 and bool(names),
+            f"moment {number} claims width {dim} and {count} rows",
+        )
         check(tensor.dtype in (torch.float32, torch.float64), f"moment {number} has dtype {tensor.dtype}")
         check(bool(torch.isfinite(tensor).all()), f"moment {number} holds NaN or infinity")
         check(not set(names) & set(moments), f"moment {number} repeats a layer of an earlier one")
         moment = Moment(dim)
-        moment.count = count
+        moment.count, moment._size = count, None if size == count else size
         if rows is not None:
-            check(
-                tuple(rows.shape) == (count, dim), f"moment {number} claims {count} x {dim}, holds {list(rows.shape)}"
-            )
-            moment.rows = [rows] if count else []
+            check(tuple(rows.shape) == (size, dim), f"moment {number} claims {size} x {dim}, holds {list(rows.shape)}")
+            moment.rows = [rows] if size else []
         else:
             claimed = dim * (dim + 1) // 2
             check(
@@ -418,3 +480,9 @@ def _read_header(
         moments.update(dict.fromkeys(names, moment))
     check(not tensors, f"it holds unexpected tensors {sorted(tensors)[:5]}")
     return moments, provenance
+
+
+def _counted(entry: dict[str, Any]) -> tuple[int | float, int]:
+    """Count and size of a moment in a header, which names the size only where it is another number."""
+    count = entry["count"] if isinstance(entry["count"], float) else int(entry["count"])
+    return count, operator.index(entry.get("size", count))

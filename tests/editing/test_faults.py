@@ -24,12 +24,15 @@ from engram_peft import (
 from .reference import covariance_of, pinv, relative_error
 
 
+PAPER = EngramConfig.paper(task_type="CAUSAL_LM")
+
+
 def rows(count, width=8, seed=0):
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
 def adapted(module, **config):
-    return get_peft_model(module, EngramConfig(**config))
+    return get_peft_model(module, EngramConfig.paper(**config))
 
 
 # ------------------------------------------------------------------------------------------------ shared weights
@@ -292,7 +295,7 @@ def test_unlearn_refuses_bad_options_before_it_runs_the_model(tiny_model, tiny_t
     model, calls = tiny_model("llama"), []
     model.model.register_forward_hook(lambda *args: calls.append(1))
     with pytest.raises(ValueError, match=next(iter(option))):
-        unlearn(model, tiny_tokenizer(), ["one two"], ["three four"], **option)
+        unlearn(model, tiny_tokenizer(), ["one two"], ["three four"], PAPER, **option)
     assert calls == []
 
 
@@ -300,12 +303,12 @@ def test_unlearn_refuses_unknown_options_before_it_runs_the_model(tiny_model, ti
     model, calls = tiny_model("llama"), []
     model.model.register_forward_hook(lambda *args: calls.append(1))
     with pytest.raises(TypeError, match="rank_fracton"):
-        unlearn(model, tiny_tokenizer(), ["one two"], ["three four"], rank_fracton=0.5)
+        unlearn(model, tiny_tokenizer(), ["one two"], ["three four"], PAPER, rank_fracton=0.5)
     assert calls == []
 
 
 def test_unlearn_refuses_a_model_with_adapters_of_another_kind(tiny_model, tiny_tokenizer):
     model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match="LORA"):
-        unlearn(model, tiny_tokenizer(), ["one two"], ["three four"], adapter_name="second")
+        unlearn(model, tiny_tokenizer(), ["one two"], ["three four"], PAPER, adapter_name="second")
     assert list(model.peft_config) == ["default"]

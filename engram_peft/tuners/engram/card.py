@@ -62,7 +62,7 @@ def _section(config: EngramConfig) -> str:
             f"| forgotten | {record['target_texts']} texts, {record['target_rows']} tokens |",
             f"| reference | {record['total_texts']} texts, {record['total_rows']} tokens ({share:.1%} of them forgotten) |",
             f"| rows | {record['mask']} |",
-            f"| strength | alpha {config.alpha * config.scale:g}, scale {record['scale']}, cut {record['cut']} |",
+            f"| strength | alpha {config.alpha * config.scale:g}, {_how(config)} |",
         ]
     else:
         lines += ["", "The adapter was not filled from statistics."]
@@ -81,6 +81,13 @@ def _section(config: EngramConfig) -> str:
         "```",
     ]
     return "\n".join(lines)
+
+
+def _how(config: EngramConfig) -> str:
+    record = config.extraction or {}
+    if config.items:
+        return f"one on top for each of {len(config.items)} items"
+    return f"scale {record['scale']}, cut {record['cut']}"
 
 
 def check_weights_file(directory: str) -> None:

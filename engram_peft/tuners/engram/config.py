@@ -18,6 +18,9 @@ def exact_pattern(values: dict[str, Any]) -> dict[str, Any]:
     return {f"^{name}": value for name, value in values.items()}
 
 
+METHODS = ("items", "paper")
+
+
 @dataclass
 class EngramConfig(PeftConfig):
     """
@@ -31,7 +34,8 @@ class EngramConfig(PeftConfig):
             The strength: `W <- W - alpha f W M`. 0 is the base model, 1 takes out what the method finds.
         target_modules (`Union[list[str], str]`, *optional*):
             The names of the modules to edit. A string is a regular expression, a list matches exact names and suffixes.
-            `None` means every linear layer but the output head. Layers may be `torch.nn.Linear` or `Conv1D`.
+            `None` means every linear layer but the output head, or, in `unlearn` with `method="items"`, what the MLPs of the upper
+            half of the layers write with. Layers may be `torch.nn.Linear` or `Conv1D`.
         exclude_modules (`Union[list[str], str]`, *optional*):
             The names of the modules to leave alone, matched likewise.
         layers_to_transform (`Union[list[int], int]`, *optional*):
@@ -54,7 +58,13 @@ class EngramConfig(PeftConfig):
         description (`str`, *optional*):
             What the adapter takes out, in your words, for the model card. Texts themselves are never written there.
         extraction (`dict`, *optional*):
-            How the adapter was filled: counts, options and mask rule. Written by `extract_engram`.
+            How the adapter was filled: counts, options and mask rule. Written by `extract_engram` and `extract_items`.
+        items (`dict[str, int]`, *optional*):
+            The items that were taken out, by name, and how many rows of the factors each has, in their order. Written by
+            `extract_items`.
+        method (`str`):
+            How `unlearn` fills the adapter. `"items"`: item by item, each at a strength of its own (`extract_items`).
+            `"paper"`: the closed form of the paper, `C_t pinv(C_a)` (`extract_engram`); see `EngramConfig.paper`.
 
     Example:
 
@@ -94,6 +104,10 @@ class EngramConfig(PeftConfig):
     init_weights: bool = field(default=True, metadata={"help": "True: identity. False: random factors, for tests."})
     description: str | None = field(default=None, metadata={"help": "What the adapter takes out, for the model card."})
     extraction: dict[str, Any] | None = field(default=None, metadata={"help": "How the adapter was filled."})
+    items: dict[str, int] | None = field(
+        default=None, metadata={"help": "Items that were taken out and the number of their rows."}
+    )
+    method: str = field(default="items", metadata={"help": "How `unlearn` fills the adapter: 'items' or 'paper'."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,6 +118,10 @@ class EngramConfig(PeftConfig):
         self.exclude_modules = (
             set(self.exclude_modules) if isinstance(self.exclude_modules, list) else self.exclude_modules
         )
+        if isinstance(self.items, list):
+            self.items = {name: int(rows) for name, rows in self.items}
+        if self.method not in METHODS:
+            raise ValueError(f"`method` must be one of {list(METHODS)}, got {self.method!r}.")
         if isinstance(self.target_modules, str) and self.layers_to_transform is not None:
             raise ValueError("`layers_to_transform` cannot be used when `target_modules` is a str.")
         if isinstance(self.target_modules, str) and self.layers_pattern is not None:
@@ -120,8 +138,21 @@ class EngramConfig(PeftConfig):
             if not math.isfinite(strength):
                 raise ValueError(f"`{name}` should be a finite number, the value passed is {strength}.")
 
-    def record_extraction(self, ranks: dict[str, int], record: dict[str, Any]) -> None:
+    def to_dict(self) -> dict[str, Any]:
+        """The config as PEFT saves it: `items` as a list of pairs, since PEFT sorts the keys of dictionaries."""
+        items = None if self.items is None else [[name, rows] for name, rows in self.items.items()]
+        return {**super().to_dict(), "items": items}
+
+    @classmethod
+    def paper(cls, **kwargs: Any) -> EngramConfig:
+        """A config whose adapter `unlearn` fills with the closed form of the paper, in every linear layer by default."""
+        return cls(method="paper", **kwargs)
+
+    def record_extraction(
+        self, ranks: dict[str, int], record: dict[str, Any], items: dict[str, int] | None = None
+    ) -> None:
         """Keeps how the adapter was filled; the ranks go to `rank_pattern`, the ones asked for stay in the record."""
+        self.items = items
         asked_for = self.requested_rank_pattern()
         self.extraction = {**record, "requested_rank_pattern": asked_for} if asked_for else record
         self.rank_pattern = exact_pattern(ranks)

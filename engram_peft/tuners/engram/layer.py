@@ -109,7 +109,7 @@ class EngramLayer(BaseTunerLayer):
         self._make_factors(adapter_name, UNFILLED_RANK if r is None else r)
         if config.init_weights:
             # one factor is zero, the other is not: an identity that still has gradients
-            a, b, _ = self._modules_of(adapter_name)
+            a, b, _ = self.modules_of(adapter_name)
             if isinstance(a, nn.Linear):
                 nn.init.normal_(a.weight, std=self.in_features**-0.5)
             nn.init.zeros_(b.weight)
@@ -124,15 +124,20 @@ class EngramLayer(BaseTunerLayer):
         self.engram_B[adapter_name] = nn.Linear(r, self.in_features + extra, bias=False)
         self.engram_strength[adapter_name] = RowStrength(r)
 
-    def _modules_of(self, adapter_name: str) -> tuple[nn.Linear | nn.Identity, nn.Linear, RowStrength]:
+    def modules_of(self, adapter_name: str) -> tuple[nn.Linear | nn.Identity, nn.Linear, RowStrength]:
+        """`A`, `B` and the strengths of an adapter."""
         a, b, strength = self.engram_A[adapter_name], self.engram_B[adapter_name], self.engram_strength[adapter_name]
         return cast(nn.Linear | nn.Identity, a), cast(nn.Linear, b), cast(RowStrength, strength)
+
+    def put_modules(self, adapter_name: str, modules: tuple[nn.Linear | nn.Identity, nn.Linear, RowStrength]) -> None:
+        """Puts back what `EngramLayer.modules_of` returned."""
+        self.engram_A[adapter_name], self.engram_B[adapter_name], self.engram_strength[adapter_name] = modules
 
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         # PEFT calls this after loading, and its own version casts to the dtype of the base layer: what was saved in
         # float32 stays as it is
         device = self.get_base_layer().weight.device if device is None else device
-        for module in self._modules_of(adapter_name):
+        for module in self.modules_of(adapter_name):
             if not any(parameter.is_meta for parameter in module.parameters()):
                 module.to(device)
 
@@ -148,14 +153,14 @@ class EngramLayer(BaseTunerLayer):
             left (`torch.Tensor`): `B`, `(width, r)`.
             strength (`float` or `torch.Tensor`): For all rows, or `(r,)`.
         """
-        old = self._modules_of(adapter_name)[1].weight
+        old = self.modules_of(adapter_name)[1].weight
 
         def parameter(tensor: torch.Tensor) -> nn.Parameter:
             return nn.Parameter(tensor.detach().to(old.device).contiguous(), requires_grad=old.requires_grad)
 
         with torch.device("meta"):  # the values come from the arguments: no need to draw random ones
             self._make_factors(adapter_name, 0 if right is None else len(right))
-        a, b, rows = self._modules_of(adapter_name)
+        a, b, rows = self.modules_of(adapter_name)
         if isinstance(a, nn.Linear):
             assert right is not None
             a.weight = parameter(right[:, : self.in_features])
@@ -166,7 +171,7 @@ class EngramLayer(BaseTunerLayer):
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as `EngramLayer.fill` takes them."""
-        a, b, rows = self._modules_of(adapter_name)
+        a, b, rows = self.modules_of(adapter_name)
         if isinstance(a, nn.Identity):
             right = torch.eye(self.in_features, dtype=b.weight.dtype, device=b.weight.device)
         else:
@@ -175,7 +180,7 @@ class EngramLayer(BaseTunerLayer):
 
     def dtype_of(self, adapter_name: str) -> torch.dtype:
         """The dtype of an adapter's factors."""
-        return self._modules_of(adapter_name)[1].weight.dtype
+        return self.modules_of(adapter_name)[1].weight.dtype
 
     def requested_rank(self, adapter_name: str) -> int | None:
         """Rank that extraction may use at most; `None`: whatever the data asks for."""
@@ -211,6 +216,11 @@ class EngramLayer(BaseTunerLayer):
                 self.engram_scaling[adapter] = self.engram_scale[adapter] * self.engram_alpha[adapter]
             else:
                 self.engram_scaling[adapter] /= scale
+
+    @torch.no_grad()
+    def set_row_strengths(self, adapter_name: str, strengths: torch.Tensor, rows: slice = slice(None)) -> None:
+        """Sets the strengths of some rows of an adapter's factors, `(number of rows,)`."""
+        self.modules_of(adapter_name)[2].weight[rows] = strengths.to(self.modules_of(adapter_name)[2].weight)
 
     def check_scale(self, scale: float) -> None:
         """Raises a `ValueError` if the strength cannot be changed by `scale`: it is not finite, or the layer is merged."""
@@ -316,7 +326,7 @@ class EngramLayer(BaseTunerLayer):
 
     def _taken_out(self, x: torch.Tensor, adapter_name: str) -> torch.Tensor:
         """`scaling * B diag(strength) A x~`, `(..., in_features) -> (..., width)`."""
-        a, b, rows = self._modules_of(adapter_name)
+        a, b, rows = self.modules_of(adapter_name)
         narrow = rows(a(self._cast_input_dtype(x, b.weight.dtype)))
         return self.engram_scaling[adapter_name] * b(narrow)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
 
 from ...editing.extraction import ExtractionReport
+from ...editing.item_edit import ItemReport
 from ...editing.selection import (
     Selection,
     base_layer_of,
@@ -28,6 +31,7 @@ from ...editing.selection import (
     outer_modules,
     select_layers,
 )
+from ...editing.tuning import AlphaCurve
 from .config import EngramConfig, exact_pattern
 from .layer import EngramLayer, Linear
 
@@ -60,7 +64,8 @@ class EngramModel(BaseTuner):
     **Attributes**:
         - **model** (`~torch.nn.Module`) -- The model to be adapted.
         - **peft_config** (`EngramConfig`): The configuration of the ENGRAM adapter.
-        - **reports** (`dict[str, ExtractionReport]`): What `unlearn` found in the layers, by adapter.
+        - **curves** (`dict[str, AlphaCurve]`): What `unlearn(alpha="auto")` saw, by adapter.
+        - **reports** (`dict[str, ItemReport | ExtractionReport]`): What `unlearn` found, by adapter.
     """
 
     prefix: str = "engram_"
@@ -78,7 +83,8 @@ class EngramModel(BaseTuner):
         required_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         super().__init__(model, peft_config, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage, state_dict=state_dict)
         self._required_grad = required_grad
-        self.reports: dict[str, ExtractionReport] = {}
+        self.reports: dict[str, ExtractionReport | ItemReport] = {}
+        self.curves: dict[str, AlphaCurve] = {}
 
     # ---------------------------------------------------------------------------------------------- injection
 
@@ -178,6 +184,58 @@ class EngramModel(BaseTuner):
             layer.set_scale(adapter_name, scale)
         self.peft_config[adapter_name].scale = float(scale)
 
+    def item_strengths(self, adapter_name: str = "default") -> dict[str, float]:
+        """The strength of every item of an adapter, by name: how much of it is taken out. 0 is nothing.
+
+        Raises:
+            `ValueError`: There is no such adapter, or it was not made item by item.
+        """
+        rows = self._rows_of_items(adapter_name)
+        layer = next(iter(self.engram_layers(adapter_name).values()))
+        strengths = layer.factors(adapter_name)[2]
+        return {name: float(strengths[chosen.start]) for name, chosen in rows.items()}
+
+    def set_item_strength(self, item: str | int, value: float, adapter_name: str = "default") -> None:
+        """Sets the strength of one item. Nothing is recomputed; the value is saved with the adapter.
+
+        Args:
+            item (`str` or `int`): Its name, or its place among the items.
+            value (`float`): The strength: 0 gives the item back, more than now takes out more of it.
+            adapter_name (`str`): Which adapter.
+
+        Raises:
+            `ValueError`: There is no such adapter or item, the adapter is merged, or the value is not finite.
+        """
+        rows = self._rows_of_items(adapter_name)
+        if isinstance(item, int) and not isinstance(item, bool) and -len(rows) <= item < len(rows):
+            item = list(rows)[item]
+        if item not in rows:
+            near = difflib.get_close_matches(str(item), rows, n=3, cutoff=0.4)
+            raise ValueError(
+                f"The adapter {adapter_name!r} has no item {item!r}. It has {len(rows)}"
+                + (f"; the nearest are {near}." if near else f", for example {list(rows)[:3]}.")
+            )
+        layers = self.engram_layers(adapter_name).values()
+        for layer in layers:
+            layer.check_scale(value)  # of all before the first is changed
+        for layer in layers:
+            layer.set_row_strengths(adapter_name, torch.tensor(float(value)), rows[item])
+
+    def restore_item(self, item: str | int, adapter_name: str = "default") -> None:
+        """Gives one item back: sets its strength to 0."""
+        self.set_item_strength(item, 0.0, adapter_name)
+
+    def _rows_of_items(self, adapter_name: str) -> dict[str, slice]:
+        """Which rows of the factors every item has."""
+        self._check_adapter_exists(adapter_name)
+        items = self.peft_config[adapter_name].items
+        if not items:
+            raise ValueError(
+                f"The adapter {adapter_name!r} was not made item by item, so it has one strength: use `set_scale`."
+            )
+        ends = list(accumulate(items.values()))
+        return {name: slice(end - count, end) for (name, count), end in zip(items.items(), ends, strict=True)}
+
     # ---------------------------------------------------------------------------------------------- combining
 
     def add_weighted_adapter(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str) -> None:
@@ -217,7 +275,7 @@ class EngramModel(BaseTuner):
                 combined[key] = (right.to(dtype), left.to(dtype), torch.cat(strengths))
         self.peft_config[adapter_name] = replace(
             self.peft_config[adapters[0]],
-            r=None, alpha=1.0, scale=1.0, alpha_pattern={}, extraction=None, init_weights=True, description=None,
+            r=None, alpha=1.0, scale=1.0, alpha_pattern={}, extraction=None, items=self._items_of_sum(adapters), init_weights=True, description=None,
             target_modules=set(combined), exclude_modules=None, layers_to_transform=None, layers_pattern=None,
             rank_pattern=exact_pattern({key: len(right) for key, (right, _, _) in combined.items()}),
         )  # fmt: skip
@@ -229,6 +287,20 @@ class EngramModel(BaseTuner):
         layers = self.engram_layers(adapter_name)
         for key, (right, left, strength) in combined.items():
             layers[key].fill(adapter_name, right, left, strength)
+
+    def _items_of_sum(self, adapters: Sequence[str]) -> dict[str, int] | None:
+        """The items of adapters whose factors lie side by side; `None` where their rows do not lie alike in every layer."""
+        parts = [self.peft_config[name].items for name in adapters]
+        layers = [self.engram_layers(name).keys() for name in adapters]
+        if not all(parts) or any(other != layers[0] for other in layers) or len(set(adapters)) < len(adapters):
+            return None
+        names = [name for items in parts for name in items or ()]
+        unique = len(set(names)) == len(names)
+        return {
+            name if unique else f"{adapter}/{name}": count
+            for adapter, items in zip(adapters, parts, strict=True)
+            for name, count in (items or {}).items()
+        }
 
     # ---------------------------------------------------------------------------------------------- merging
 
