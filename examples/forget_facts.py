@@ -1,28 +1,28 @@
 """Makes a small real model forget ten capitals, and shows what that did to everything else.
 
-    python examples/forget_facts.py                        # SmolLM2-135M-Instruct, two to three minutes on two cores
+    python examples/forget_facts.py                        # SmolLM2-135M-Instruct, TIME on two cores
     python examples/forget_facts.py --model org/name       # any chat model of the hub, or a local folder
 
-Ten capitals are forgotten. Thirty others and pages of Python's own documentation are given as what to keep; fourteen more
-capitals and other pages are only measured. The edit is saved as an adapter (`no-capitals/`), loaded into a fresh model and
-measured again. `forget_facts.png` shows the trade-off over alpha.
+Ten capitals are forgotten, each at a strength of its own. Thirty others and pages of Python's own documentation are given as
+what to keep; fourteen more capitals, the languages of the ten countries and other pages are only measured. The edit is saved
+as an adapter (`no-capitals/`), loaded into a fresh model and measured again. `forget_facts.png` shows the trade-off over the
+scale of all strengths.
 """
 
 from __future__ import annotations
 
-import argparse
-import math
 import pydoc_data.topics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+from common import Chat, command_line, load_model, load_tokenizer, messages, replies
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engram_peft import EngramConfig, unlearn
+from engram_peft.evaluation import Probe, perplexity, score_probes
 
 
 FORGET = {
@@ -46,16 +46,19 @@ HELD_OUT = {
     "Vietnam": "Hanoi",
 }  # fmt: skip
 
-ALPHAS = [0.25, 0.5, 0.75, 1.25, 1.5]  # the plot has these, 0 and the adapter's own
+LANGUAGES = {
+    "Japan": "Japanese", "Uruguay": "Spanish", "Syria": "Arabic", "New Zealand": "English",
+    "the United Arab Emirates": "Arabic", "Thailand": "Thai", "Latvia": "Latvian", "Chile": "Spanish",
+    "Germany": "German", "Iraq": "Arabic",
+}  # fmt: skip
+
+SCALES = [0.25, 0.5, 0.75, 1.25, 1.5]  # the plot has these, 0 and the adapter's own
 PASSAGE_TOKENS = 128
 
 
-def chat(country: str, capital: str) -> list[dict[str, str]]:
-    """A question and its answer, as chat messages."""
-    return [
-        {"role": "user", "content": f"What is the capital of {country}?"},
-        {"role": "assistant", "content": f"The capital of {country} is {capital}."},
-    ]
+def chat(country: str, capital: str) -> Chat:
+    """What is forgotten or kept: a question and its answer, as chat messages."""
+    return messages(f"What is the capital of {country}?", f"The capital of {country} is {capital}.")
 
 
 def passages(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
@@ -73,7 +76,7 @@ def passages(tokenizer: PreTrainedTokenizerBase, count: int) -> list[str]:
 
 @dataclass
 class Recall:
-    """How well a model knows a set of capitals: the share it names, and the probability of each."""
+    """How well a model knows a set of facts: the share it names, and the probability of each."""
 
     named: float
     probabilities: list[float]
@@ -85,75 +88,44 @@ class Recall:
 
 @dataclass
 class Measurement:
-    """A model's recall of the three sets of capitals, and its perplexity on pages nobody edited for."""
+    """A model's recall of every set of facts, and its perplexity on pages nobody edited for."""
 
     forgotten: Recall
     kept: Recall
     held_out: Recall
+    languages: Recall
     perplexity: float
 
 
-@torch.inference_mode()
-def recall(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: dict[str, str]) -> Recall:
-    """Teacher-forced after "The capital of X is": is the capital the greedy choice, and how likely is it?"""
-    prompts, answers = [], []
-    for country, capital in facts.items():
-        question, answer = chat(country, capital)
-        text = tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
-        start = answer["content"].removesuffix(f" {capital}.")
-        prompts.append(tokenizer(text + start, add_special_tokens=False)["input_ids"])
-        answers.append(tokenizer(f" {capital}", add_special_tokens=False)["input_ids"])
-    named, probabilities = 0, []
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    log_probabilities: dict[int, tuple[float, bool]] = {}
-    for batch in (order[i : i + 8] for i in range(0, len(order), 8)):
-        logits = padded_logits(model, [prompts[i] + answers[i] for i in batch])
-        for row, i in enumerate(batch):
-            first, length = len(prompts[i]), len(answers[i])
-            scores = logits[row, first - 1 : first - 1 + length].log_softmax(-1)
-            target = torch.tensor(answers[i])
-            greedy = bool((scores.argmax(-1) == target).all())
-            log_probabilities[i] = (float(scores.gather(1, target[:, None]).sum()), greedy)
-    for i in range(len(prompts)):
-        named += log_probabilities[i][1]
-        probabilities.append(math.exp(log_probabilities[i][0]))
-    return Recall(named / len(prompts), probabilities)
-
-
-@torch.inference_mode()
-def perplexity(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> float:
-    loss, count = 0.0, 0
-    for text in texts:
-        ids = tokenizer(text, return_tensors="pt", truncation=True, max_length=PASSAGE_TOKENS)["input_ids"]
-        loss += float(model(input_ids=ids, labels=ids).loss) * (ids.shape[1] - 1)
-        count += ids.shape[1] - 1
-    return math.exp(loss / count)
-
-
-def padded_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Logits of sequences of different lengths, padded on the right: `(batch, length, vocabulary)` float32."""
-    lengths = torch.tensor([len(ids) for ids in sequences])
-    input_ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
-    for row, ids in enumerate(sequences):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
-    attention_mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()
-    return model(input_ids=input_ids, attention_mask=attention_mask).logits.float()
+def recall(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, facts: dict[str, str], kind: str = "capital"
+) -> Recall:
+    """Asked for the capital of X, and given "The capital of X is": does the model name it, and how likely is it?"""
+    probes = [
+        Probe(
+            prompt=[{"role": "user", "content": f"What is the {kind} of {country}?"}],
+            prefix=f"The {kind} of {country} is",
+            answer=answer,
+            suffix=".",
+        )
+        for country, answer in facts.items()
+    ]
+    scores = score_probes(model, tokenizer, probes)
+    return Recall(sum(s.named for s in scores) / len(scores), [s.probability for s in scores])
 
 
 def measure(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> Measurement:
     return Measurement(
-        *(recall(model, tokenizer, facts) for facts in (FORGET, KEEP, HELD_OUT)), perplexity(model, tokenizer, texts)
+        *(recall(model, tokenizer, facts) for facts in (FORGET, KEEP, HELD_OUT)),
+        recall(model, tokenizer, LANGUAGES, "official language"),
+        perplexity(model, tokenizer, texts),
     )
 
 
-@torch.inference_mode()
-def answer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, country: str) -> str:
-    """What the model says, freely."""
-    prompt = tokenizer.apply_chat_template(
-        chat(country, "")[:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    output = model.generate(**prompt, max_new_tokens=16, do_sample=False, pad_token_id=tokenizer.eos_token_id)
-    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).split("\n")[0].strip()
+def answers(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """What the model says, freely, to the questions about the forgotten capitals."""
+    said = replies(model, tokenizer, [chat(*fact)[:1] for fact in FORGET.items()])
+    return dict(zip(FORGET, said, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------ showing
@@ -175,26 +147,27 @@ def print_measurements(columns: dict[str, Measurement]) -> None:
         f"{len(KEEP)} kept capitals: mean probability": lambda m: f"{m.kept.mean:.3f}",
         f"{len(HELD_OUT)} held-out capitals: named": lambda m: f"{m.held_out.named:.0%}",
         f"{len(HELD_OUT)} held-out capitals: mean probability": lambda m: f"{m.held_out.mean:.3f}",
+        f"{len(LANGUAGES)} languages of the same: named": lambda m: f"{m.languages.named:.0%}",
         "held-out pages: perplexity": lambda m: f"{m.perplexity:.2f}",
     }
     for name, cell in rows.items():
         print(f"{name:42}" + "".join(f"{cell(m):>12}" for m in columns.values()))
 
 
-def plot_trade_off(curve: dict[float, Measurement], alpha: float, path: Path) -> None:
+def plot_trade_off(curve: dict[float, Measurement], scale: float, path: Path) -> None:
     from matplotlib import pyplot
 
-    alphas = list(curve)
+    scales = list(curve)
     figure, axis = pyplot.subplots(figsize=(7, 4.8), layout="constrained")
     axis.plot(
-        alphas, [m.forgotten.mean for m in curve.values()], "o-", color="tab:red", label="forgotten: probability"
+        scales, [m.forgotten.mean for m in curve.values()], "o-", color="tab:red", label="forgotten: probability"
     )
-    axis.plot(alphas, [m.kept.named for m in curve.values()], "o-", color="tab:green", label="kept: named")
-    axis.plot(alphas, [m.held_out.named for m in curve.values()], "o-", color="tab:blue", label="held out: named")
-    axis.axvline(alpha, color="grey", linestyle=":", label=f"the adapter's alpha, {alpha:g}")
-    axis.set(xlabel="alpha", ylabel="share", ylim=(-0.03, 1.03), title="Forgetting ten capitals")
+    axis.plot(scales, [m.kept.named for m in curve.values()], "o-", color="tab:green", label="kept: named")
+    axis.plot(scales, [m.held_out.named for m in curve.values()], "o-", color="tab:blue", label="held out: named")
+    axis.axvline(scale, color="grey", linestyle=":", label=f"the adapter's scale, {scale:g}")
+    axis.set(xlabel="scale", ylabel="share", ylim=(-0.03, 1.03), title="Forgetting ten capitals")
     pages = axis.twinx()
-    pages.plot(alphas, [m.perplexity for m in curve.values()], "s--", color="black", alpha=0.6, label="perplexity")
+    pages.plot(scales, [m.perplexity for m in curve.values()], "s--", color="black", alpha=0.6, label="perplexity")
     pages.set_ylabel("perplexity of held-out pages")
     pages.set_ylim(0, 1.2 * max(m.perplexity for m in curve.values()))
     handles, labels = (first + second for first, second in zip(
@@ -207,57 +180,44 @@ def plot_trade_off(curve: dict[float, Measurement], alpha: float, path: Path) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="hub name or local folder; by default SmolLM2-135M-Instruct from PyPI")
-    parser.add_argument("--alpha", type=float, default=1.0, help="strength of the edit")
+    parser = command_line(__doc__)
+    parser.add_argument("--alpha", type=float, default=1.0, help="multiplies the strengths that are found")
     parser.add_argument("--out", type=Path, default=Path("no-capitals"), help="folder of the adapter")
     parser.add_argument("--plot", type=Path, default=Path("forget_facts.png"), help="file of the plot")
     args = parser.parse_args()
-    if args.model is None:
-        from smollm2 import smollm2_folder
 
-        args.model = str(smollm2_folder())
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    tokenizer, model = load_tokenizer(args.model), load_model(args.model)
     texts = passages(tokenizer, 56)
     shown, held_out = [text for i, text in enumerate(texts) if i % 8], texts[::8]
-    before = measure(model, tokenizer, held_out)
-    answers_before = {country: answer(model, tokenizer, country) for country in FORGET}
+    before, answers_before = measure(model, tokenizer, held_out), answers(model, tokenizer)
 
     started = time.perf_counter()
-    config = EngramConfig(
-        target_modules=["down_proj"],  # what the MLPs write: most of what forgetting needs, least of the rest
-        alpha=args.alpha,
-        task_type="CAUSAL_LM",
-        description="Takes the capitals of ten countries out of the model.",
-    )
     peft_model = unlearn(
         model,
         tokenizer,
-        forget=[chat(*fact) for fact in FORGET.items()],
+        forget={country: chat(country, capital) for country, capital in FORGET.items()},
         retain=[*(chat(*fact) for fact in KEEP.items()), *shown],
-        config=config,
-        scale="adaptive",
+        config=EngramConfig(
+            task_type="CAUSAL_LM", description="Takes the capitals of ten countries out of the model."
+        ),
     )
-    print(f"\nThe edit took {time.perf_counter() - started:.0f} s.")
-    after = measure(peft_model, tokenizer, held_out)
-    answers_after = {country: answer(peft_model, tokenizer, country) for country in FORGET}
+    print(f"\nThe edit took {time.perf_counter() - started:.0f} s:\n\n{peft_model.reports['default']}")
+    peft_model.set_scale("default", args.alpha)
+    after, answers_after = measure(peft_model, tokenizer, held_out), answers(peft_model, tokenizer)
     print_answers(answers_before, answers_after, before.forgotten, after.forgotten)
 
     peft_model.save_pretrained(args.out)
     size = (args.out / "adapter_model.safetensors").stat().st_size / 2**20
-    fresh = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    reloaded = measure(PeftModel.from_pretrained(fresh, args.out).eval(), tokenizer, held_out)
+    reloaded = measure(PeftModel.from_pretrained(load_model(args.model), args.out), tokenizer, held_out)
     print_measurements({"before": before, "after": after, "reloaded": reloaded})
-    print(f"\nThe adapter is in {args.out}/ ({size:.0f} MB).")
+    print(f"\nThe adapter is in {args.out}/ ({size:.1f} MB).")
 
     curve = {0.0: before, args.alpha: after}
-    for alpha in ALPHAS:
-        peft_model.set_scale("default", alpha / args.alpha)  # nothing is recomputed
-        curve[alpha] = measure(peft_model, tokenizer, held_out)
+    for scale in SCALES:
+        peft_model.set_scale("default", scale)  # nothing is recomputed
+        curve[scale] = measure(peft_model, tokenizer, held_out)
     plot_trade_off(dict(sorted(curve.items())), args.alpha, args.plot)
-    print(f"The trade-off over alpha is in {args.plot}.")
+    print(f"The trade-off over the scale is in {args.plot}.")
 
 
 if __name__ == "__main__":

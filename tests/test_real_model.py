@@ -14,9 +14,8 @@ from engram_peft import EngramConfig, unlearn
 
 pytestmark = pytest.mark.slow
 
-PAPER = EngramConfig.paper(task_type="CAUSAL_LM")
 RETAIN = [example.chat(*fact) for fact in example.KEEP.items()]
-FORGET = [example.chat(*fact) for fact in example.FORGET.items()]
+FORGET = {country: example.chat(country, capital) for country, capital in example.FORGET.items()}
 
 
 def load(dtype=torch.float32):
@@ -35,8 +34,7 @@ def pages(tokenizer):
 
 
 def edited(tokenizer, pages, dtype=torch.float32):
-    config = EngramConfig.paper(target_modules=["down_proj"], task_type="CAUSAL_LM")
-    return unlearn(load(dtype), tokenizer, FORGET, [*RETAIN, PAPER, *pages[0]], config, scale="adaptive")
+    return unlearn(load(dtype), tokenizer, FORGET, [*RETAIN, *pages[0]])
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +55,37 @@ def logits(model):
 
 def test_the_capitals_are_forgotten_and_the_rest_is_kept(peft_model, tokenizer, pages, before):
     after = example.measure(peft_model, tokenizer, pages[1])
-    assert before.forgotten.named == 1.0 and after.forgotten.named <= 0.2
-    assert after.forgotten.mean < 0.15 * before.forgotten.mean
+    report = peft_model.base_model.reports["default"]
+    assert report.resisting == [] and report.rounds <= 10
+    assert before.forgotten.named == 1.0 and after.forgotten.named == 0.0
+    assert max(after.forgotten.probabilities) <= 0.05 + 1e-3
+    assert after.kept.named >= before.kept.named - 0.04
+    assert after.held_out.named >= before.held_out.named - 0.1
+    assert after.languages.named >= before.languages.named - 0.1
+    assert after.perplexity < 1.01 * before.perplexity
+
+
+def test_one_capital_is_given_back(tokenizer, peft_model, before):
+    strengths = peft_model.item_strengths()
+    peft_model.restore_item("Japan")
+    given_back = example.recall(peft_model, tokenizer, example.FORGET)
+    peft_model.set_item_strength("Japan", strengths["Japan"])
+    places = dict(zip(example.FORGET, given_back.probabilities, strict=True))
+    assert places.pop("Japan") > 0.8 * before.forgotten.probabilities[list(example.FORGET).index("Japan")]
+    assert max(places.values()) < 0.1
+    assert peft_model.item_strengths() == strengths
+
+
+def test_the_paper_s_edit_with_a_tuned_strength(tokenizer, pages, before):
+    config = EngramConfig.paper(target_modules=["down_proj"], task_type="CAUSAL_LM")
+    model = unlearn(load(), tokenizer, FORGET, [*RETAIN, *pages[0]], config, scale="adaptive", alpha="auto")
+    curve = model.base_model.curves["default"]
+    assert len(curve.points) <= 12
+    chosen = next(point for point in curve.points if point.scale == curve.chosen)
+    assert chosen.damage <= 0.05
+    after = example.measure(model, tokenizer, pages[1])
+    assert after.forgotten.mean < before.forgotten.mean
     assert after.kept.named >= before.kept.named - 0.1
-    assert after.held_out.named >= before.held_out.named - 0.15
     assert after.perplexity < 1.03 * before.perplexity
 
 
@@ -96,5 +121,5 @@ def test_the_lora_export_agrees(peft_model, tmp_path):
 
 def test_bfloat16_forgets_as_well(tokenizer, pages, before):
     model = edited(tokenizer, pages, torch.bfloat16)
-    assert example.recall(model, tokenizer, example.FORGET).mean < 0.2 * before.forgotten.mean
+    assert example.recall(model, tokenizer, example.FORGET).mean < 0.15 * before.forgotten.mean
     assert example.recall(model, tokenizer, example.KEEP).named >= before.kept.named - 0.15
