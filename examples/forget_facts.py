@@ -1,6 +1,6 @@
 """Makes a small real model forget ten capitals, and shows what that did to everything else.
 
-    python examples/forget_facts.py                        # SmolLM2-135M-Instruct, TIME on two cores
+    python examples/forget_facts.py                        # SmolLM2-135M-Instruct, a few minutes on two cores
     python examples/forget_facts.py --model org/name       # any chat model of the hub, or a local folder
 
 Ten capitals are forgotten, each at a strength of its own. Thirty others and pages of Python's own documentation are given as

@@ -382,7 +382,7 @@ def test_layers_with_one_input_share_a(tiny_model, tokenizer):
 def test_options_out_of_range_are_refused_before_work_starts(tiny_model, tokenizer, option):
     model, calls = adapted(tiny_model("llama"), target_modules=["down_proj"]), []
     model.register_forward_hook(lambda *args: calls.append(1))
-    with unchanged(model), pytest.raises(ValueError, match=f"`{next(iter(option))}`"):
+    with unchanged(model), pytest.raises(ValueError, match=f"`{next(iter(option))}"):
         extract_items(model, tokenizer, FORGET, RETAIN, **option)
     assert calls == []
 
@@ -529,7 +529,6 @@ def test_the_effects_are_the_change_of_the_logits_to_first_order(tiny_model, tok
     _, texts, _ = texts_of(tokenizer)
     assert list(report.layer_effects) == targets
     layer, small = layers_of(model)[targets[0]], 1e-3
-    directions = readout_directions(model, texts, batch_size=8, pad_token_id=0).secret
     read: list[torch.Tensor] = []
     model.get_base_model().model.norm.register_forward_pre_hook(lambda module, args: read.append(args[0][0].double()))
 
@@ -541,7 +540,7 @@ def test_the_effects_are_the_change_of_the_logits_to_first_order(tiny_model, tok
 
     strengths = layer.factors("default")[2].detach().clone()
     layer.set_row_strengths("default", torch.zeros(len(strengths)))
-    before = hidden_states()
+    before, directions = hidden_states(), readout_directions(model, texts, batch_size=8, pad_token_id=0).secret
     firsts = [p in {span[0] for span in text.spans} for text in texts for p in text.secret]
     changes = []
     for i in (i for i, first in enumerate(firsts) if first):
@@ -591,12 +590,12 @@ def test_a_replacement_is_said_in_its_place(memory, tiny_model, tokenizer, kind)
     model = memory(kind, tiny_model, tokenizer)
     asked, answer = FORGET["france"][0]
     forget = {"france": [(asked, answer)]}
-    other = [log_probability(model, tokenizer, asked, answer.replace("paris", "rome"), "rome")[0]]
-    model, report = extracted(model, tokenizer, TARGETS[kind], forget, replacement="rome", rest=0.0)
-    other.append(log_probability(model, tokenizer, asked, answer.replace("paris", "rome"), "rome")[0])
+    other = [log_probability(model, tokenizer, asked, answer.replace("paris", "tree"), "tree")[0]]
+    model, report = extracted(model, tokenizer, TARGETS[kind], forget, replacement="tree", rest=0.0)
+    other.append(log_probability(model, tokenizer, asked, answer.replace("paris", "tree"), "tree")[0])
     assert report.resisting == []
     without, _ = extracted(memory(kind, tiny_model, tokenizer), tokenizer, TARGETS[kind], forget, rest=0.0)
-    other.append(log_probability(without, tokenizer, asked, answer.replace("paris", "rome"), "rome")[0])
+    other.append(log_probability(without, tokenizer, asked, answer.replace("paris", "tree"), "tree")[0])
     assert other[1] > max(other[0], other[2])
 
 
@@ -629,7 +628,7 @@ def test_a_replacement_is_the_token_that_stands_in_an_answer():
                 model, tokenizer, [("where lies paris ?", "it is in france")], ["it is"], replacement="italy"
             )
     (found,) = asked
-    assert (found if isinstance(found, int) else list(found)) in (vocabulary["▁italy"], [vocabulary["▁italy"]])
+    assert set([found] if isinstance(found, int) else found) == {vocabulary["▁italy"]}
 
 
 # ------------------------------------------------------------------------------------------------ sequential

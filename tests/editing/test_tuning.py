@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import matplotlib
 import pytest
 import torch
 from peft import get_peft_model
+from torch import nn
 
 from engram_peft import AlphaCurve, AlphaPoint, EngramConfig, ItemOutcome, extract_items, tune_alpha
 from engram_peft.editing import tuning
@@ -241,37 +241,30 @@ def test_arguments_are_left_as_they_were():
 # ------------------------------------------------------------------------------------------------ one scale
 
 
-class Tuner:
-    """An adapter that is nothing but a scale."""
-
-    def __init__(self, scale=0.7) -> None:
-        self.peft_config = {"default": SimpleNamespace(scale=scale)}
-        self.active_adapters = ["default"]
-        self.set: list[float] = []
-
-    def set_scale(self, adapter_name, scale) -> None:
-        self.peft_config[adapter_name].scale = scale
-        self.set.append(scale)
+def scaled(scale=0.7):
+    """A model of which nothing matters but the scale of its adapter."""
+    model = get_peft_model(nn.Sequential(nn.Linear(4, 4)), EngramConfig(target_modules=["0"]))
+    model.set_scale("default", scale)
+    return model
 
 
 @pytest.fixture
 def curve_of(tokenizer, monkeypatch):
     """`tune_alpha` of an adapter that is as good as `forget(scale)` and as bad as `damage(scale)`."""
 
-    def tune(forget, damage, tuner=None, **options):
-        tuner = tuner or Tuner()
-        looks = []
+    def tune(forget, damage, **options):
+        model, looks = scaled(), []
 
         def scores(model, texts, items, batch_size):
-            looks.append(tuner.peft_config["default"].scale)
+            looks.append(model.peft_config["default"].scale)
             share = forget(looks[-1]) if len(looks) % 2 else 0.5 * (1 - damage(looks[-1]))
             return ItemScores(torch.full((items,), math.log(share), dtype=torch.float64), torch.zeros(items).bool())
 
         monkeypatch.setattr(tuning, "item_scores", scores)
-        curve = tune_alpha(SimpleNamespace(base_model=tuner), tokenizer, FORGET, RETAIN, **options)
+        curve = tune_alpha(model, tokenizer, FORGET, RETAIN, **options)
         assert looks[0::2] == looks[1::2] and looks[0] == 0  # each scale once, the base model first
         assert sorted(looks[0::2]) == [point.scale for point in curve.points] and len(set(looks)) == len(looks) // 2
-        assert tuner.peft_config["default"].scale == curve.chosen
+        assert model.peft_config["default"].scale == curve.chosen
         for point in curve.points:
             assert point.forget == pytest.approx(forget(point.scale))
             assert point.damage == pytest.approx(damage(point.scale), abs=1e-12)
@@ -327,7 +320,7 @@ def test_a_jump_is_found(curve_of):
 @pytest.mark.parametrize("look", [0, 1, 2, 5])
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failure_leaves_the_scale_as_it_was(tokenizer, monkeypatch, look, error):
-    tuner, looks = Tuner(0.7), []
+    model, looks = scaled(0.7), []
 
     def scores(model, texts, items, batch_size):
         looks.append(1)
@@ -337,8 +330,8 @@ def test_a_failure_leaves_the_scale_as_it_was(tokenizer, monkeypatch, look, erro
 
     monkeypatch.setattr(tuning, "item_scores", scores)
     with pytest.raises(error):
-        tune_alpha(SimpleNamespace(base_model=tuner), tokenizer, FORGET, RETAIN)
-    assert tuner.peft_config["default"].scale == 0.7 and tuner.set
+        tune_alpha(model, tokenizer, FORGET, RETAIN)
+    assert model.peft_config["default"].scale == 0.7 and len(looks) == look + 1
 
 
 def filled(model, tokenizer, **config):
