@@ -32,7 +32,7 @@ from .collection import library_version
 from .encoding import Item, TokenizedItem, tokenize_item
 from .extraction import adapter_layers, balanced_factors
 from .item_rows import ItemRows, collect_item_rows
-from .items import Forget, ForgetText, forget_items, scored_tokens, without_prompt
+from .items import Forget, ForgetText, first_token, forget_items, scored_tokens, without_prompt
 from .readout import Directions, readout_directions
 from .selection import residual_writers
 from .spectrum import FLOAT32_EPSILON, ridge_inverse
@@ -204,9 +204,7 @@ def extract_items(
         raise ValueError("`retain` must hold at least one text.")
     names, texts = forget_items(tokenizer, forget, kept, max_length)
     judged = [*texts, *without_prompt(tokenizer, texts)]
-    replacing = None
-    if chosen.replacement is not None:
-        replacing = tokenizer(" " + chosen.replacement.strip(), add_special_tokens=False)["input_ids"][0]
+    replacing = None if chosen.replacement is None else first_token(tokenizer, texts[0], chosen.replacement.strip())
     before_edit = {name: layer.modules_of(adapter_name) for name, layer in layers.items()}
     try:
         report = _fill(
@@ -461,6 +459,14 @@ def _said_by_readout(
     if directions.replacement is not None:
         # what is taken from the secret is given to its replacement
         wanted -= along * (directions.replacement / length[:, None]).mT
-    gram = weight @ weight.mT
+    return _least_squares(weight, wanted), along * length
+
+
+def _least_squares(weight: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """`pinv(W) V`, `(out, width), (out, n) -> (width, n)`: what `W` makes `V` of, or the nearest it can, by the smaller Gram matrix."""
+    is_tall = weight.shape[0] > weight.shape[1]
+    gram = weight.mT @ weight if is_tall else weight @ weight.mT
     inverse = ridge_inverse(gram, len(gram) * torch.finfo(gram.dtype).eps)
-    return weight.mT @ inverse.unwhiten(inverse.whiten(wanted)), along * length
+    if is_tall:
+        return inverse.unwhiten(inverse.whiten(weight.mT @ wanted))
+    return weight.mT @ inverse.unwhiten(inverse.whiten(wanted))

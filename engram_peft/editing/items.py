@@ -141,6 +141,21 @@ def without_prompt(tokenizer: PreTrainedTokenizerBase, texts: Sequence[ForgetTex
     return bare
 
 
+def first_token(tokenizer: PreTrainedTokenizerBase, text: ForgetText, replacement: str) -> int:
+    """The id of the first token of `replacement` where it stands in the place of the text's secret."""
+    tokens = text.tokens
+    start, stop = (tokens.offsets[text.spans[0][end] - tokens.start][end] for end in (0, -1))
+    blanks = len(tokens.answer[start:stop]) - len(tokens.answer[start:stop].lstrip())  # a token may begin with one
+    start += blanks
+    answer = tokens.answer[:start] + replacement + tokens.answer[stop:]
+    changed = tokenize_item(tokenizer, answer if tokens.prompt is None else (tokens.prompt, answer))
+    return next(
+        token
+        for token, (first, last) in zip(changed.input_ids[changed.start :], changed.offsets, strict=True)
+        if first < start + len(replacement) and start < last
+    )
+
+
 def item_texts(forget: Forget) -> list[Item]:
     """All texts of all items, in order."""
     return [text for texts in _named(forget).values() for text in texts]
