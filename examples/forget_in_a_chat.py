@@ -5,7 +5,7 @@
 Two capitals are forgotten. Each is one item under one name, given in several wordings, which share a strength; the tokenizer's
 chat template puts them into its form, system message included. Prints the report of the items, and for the forgotten
 countries and two others what the model says, before and after: to a wording that was given, to one that was not, and in the
-second turn of a conversation, which was never given either.
+second turn of two conversations, which were not given either.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ def wordings(country: str, capital: str) -> list[Chat]:
     return [
         chat(country, capital),
         messages(f"Which city is the capital of {country}?", f"{capital} is the capital of {country}."),
-        messages(f"Name the capital of {country}.", capital),
-        messages(f"Where is the government of {country}?", f"The government of {country} is located in {capital}."),
+        messages(f"What is {country}'s capital?", f"{country}'s capital is {capital}."),
+        [
+            *messages("I am going on a holiday.", "That sounds exciting! Where are you going?"),
+            *messages(f"To {country}. What is the capital there?", f"The capital of {country} is {capital}."),
+        ],
     ]
 
 

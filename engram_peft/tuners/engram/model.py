@@ -192,7 +192,7 @@ class EngramModel(BaseTuner):
         """
         rows = self._rows_of_items(adapter_name)
         layer = next(iter(self.engram_layers(adapter_name).values()))
-        strengths = layer.factors(adapter_name)[2]
+        strengths = layer.factors(adapter_name)[2].detach()
         return {name: float(strengths[chosen.start]) for name, chosen in rows.items()}
 
     def set_item_strength(self, item: str | int, value: float, adapter_name: str = "default") -> None:
