@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .editing.collection import collect_statistics
 from .editing.encoding import Item, tokenize_item
-from .editing.extraction import ExtractionReport, extract_engram
+from .editing.extraction import ExtractionReport, extract_engram, resolve_filter
 from .editing.item_edit import ItemOptions, ItemReport, extract_items
 from .editing.items import Forget, item_texts
 from .editing.sampling import sample_texts
@@ -162,6 +162,7 @@ def _check_options(config: EngramConfig, extraction: dict[str, Any]) -> None:
         ItemOptions(**extraction)
         return
     resolve_scaling(extraction.get("scale", "count_ratio"))
+    resolve_filter(extraction.get("spectral_filter", "identity"))
     InverseOptions(**{k: v for k, v in extraction.items() if k in {field.name for field in fields(InverseOptions)}})
 
 

@@ -55,7 +55,9 @@ def collect_statistics(
         mask_fn (`Callable`, *optional*):
             For batches: maps a batch to a boolean tensor, one entry a token, that is `True` where the hidden state is a row.
             By default the tokens whose label is not -100, else those of the attention mask, else all.
-        token_position (`str`): For texts: `"answer"` (rows at the tokens that count) or `"predict"` (the rows one earlier).
+        token_position (`str`):
+            For texts: `"answer"` (rows at the tokens that count), `"predict"` (the rows one earlier) or `"subject"` (the one row
+            at the last token of what is asked about: see `subjects.subject_positions`).
         target_modules (`list[str]` or `str`, *optional*):
             Which layers, as in a PEFT config. By default the ENGRAM layers of the model; if it has none, every linear layer
             but the output head.
@@ -322,7 +324,10 @@ def _version(x: torch.Tensor) -> float:
 class RowSink(Protocol):
     """Where the selected rows of a layer's input go."""
 
-    count: int
+    @property
+    def count(self) -> int | float:
+        """Number of rows."""
+        ...
 
     def add(self, rows: torch.Tensor) -> None:
         """Takes float32 `rows`, `(n, dim)`, which it must not keep or change."""

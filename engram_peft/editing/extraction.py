@@ -12,17 +12,17 @@ is `P (P C_a P)^+ P = V (V^T C_a V)^+ V^T`, and so `R = V R'` with the inverse `
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
 from .collection import model_fingerprint
-from .scaling import LayerFacts, Scaling, resolve_scaling
+from .scaling import Scaling, resolve_scaling
 from .selection import unwrap
 from .spectrum import (
     FLOAT32_EPSILON,
@@ -276,7 +276,7 @@ def extract_engram(
                 name, group.target.count, group.total.count, group.width, product.inverse.rank, edit.rank, 1.0, edit, group
             )  # fmt: skip
 
-    factors = scaling(cast("Mapping[str, LayerFacts]", diagnostics))
+    factors = scaling(diagnostics)
     for name, edit in edits.items():
         factor = factors.get(name)
         if factor is None or not torch.isfinite(torch.tensor(float(factor))):

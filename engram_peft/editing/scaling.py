@@ -14,10 +14,15 @@ from typing import Protocol
 class LayerFacts(Protocol):
     """What a scaling may know about a layer."""
 
-    target_count: int
-    """Rows of the target, `n`."""
-    total_count: int
-    """Rows of the reference, `N`."""
+    @property
+    def target_count(self) -> int | float:
+        """Rows of the target, `n`, each as often as it counts."""
+        ...
+
+    @property
+    def total_count(self) -> int | float:
+        """Rows of the reference, `N`, likewise."""
+        ...
 
     @property
     def weight_norm(self) -> float:

@@ -212,9 +212,27 @@ def test_an_item_that_cannot_be_reached_keeps_its_best(floor):
     start = torch.tensor([1.0, 0.4], dtype=torch.float64)
     strengths, used = tune_strengths(probabilities, before, start, goal, 10)
     assert used == len(calls) == 10
-    assert float(strengths[0]) == max(float(call[0]) for call in calls) <= LARGEST_STRENGTH
+    seen = [float(probabilities(call)[0]) for call in list(calls)]
+    assert float(probabilities(strengths)[0]) == min(seen) and float(strengths[0]) <= LARGEST_STRENGTH
     assert 1.0 <= float(strengths[1]) <= float(most[1])
-    assert all(b[0] >= a[0] for a, b in zip(calls[:-1], calls[1:], strict=True))
+    assert all(b[0] >= a[0] for a, b in zip(calls[:9], calls[1:10], strict=True))
+
+
+@pytest.mark.parametrize("turn", [0.7, 2.0, 8.0])
+def test_an_item_that_gets_worse_beyond_some_strength_keeps_its_best(turn):
+    """As one of several wordings may come back when the edit is far too strong: it never reaches its goal."""
+    calls = []
+    before, goal = torch.tensor([math.log(0.99)]).double(), torch.tensor([math.log(0.05)]).double()
+
+    def probabilities(strengths):
+        calls.append(float(strengths))
+        away = (strengths / turn).log().abs()
+        return torch.log(0.08 + 0.9 * (1 - torch.exp(-away)))
+
+    strengths, used = tune_strengths(probabilities, before, torch.ones(1).double(), goal, 10)
+    assert used == len(calls)
+    tried = {strength: float(probabilities(torch.tensor([strength]).double())) for strength in list(calls)}
+    assert float(strengths) == min(tried, key=tried.get)
 
 
 def test_items_that_lean_on_each_other_are_found_together():
