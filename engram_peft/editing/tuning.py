@@ -104,16 +104,18 @@ def tune_strengths(
         rounds (`int`): How often `probabilities` may be called.
 
     Returns:
-        The strengths, `(items,)`, and the rounds it took. An item that never reached its goal has the last that was tried.
+        The strengths, `(items,)`, and the rounds it took. An item that never reached its goal has the one that came nearest.
     """
     middle = goal + math.log(SETTLED) / 2
     strengths = start.clone()
     low, at_low = torch.zeros_like(start), before.clone()
     high, at_high = torch.full_like(start, math.inf), torch.full_like(start, math.nan)
-    used, tried = 0, strengths
+    best, at_best = torch.zeros_like(start), before.clone()
+    used = 0
     while used < rounds:
         used += 1
         now = probabilities(strengths)
+        best, at_best = torch.where(now < at_best, strengths, best), torch.fmin(now, at_best)
         above, below = now > goal, now < goal + math.log(SETTLED)
         if not (above | below).any():
             break
@@ -126,11 +128,10 @@ def tune_strengths(
         low = torch.where(~above & (low >= high), 0.0, low)
         share = ((at_low - middle) / (at_low - at_high)).clamp(0.15, 0.85)
         inside = low + share * (high - low)
-        tried = strengths
         following = torch.where(high.isinf(), beyond.clamp_max(LARGEST_STRENGTH), inside)
         strengths = torch.where(above | below, following, strengths)
     else:
-        strengths = torch.where(high.isinf(), tried, high)
+        strengths = torch.where(high.isinf(), best, high)
     return strengths, used
 
 
