@@ -18,7 +18,7 @@ from forget_facts import FORGET, HELD_OUT, KEEP, chat, passages, recall
 from engram_peft import EngramConfig, tune_alpha, unlearn
 
 
-BUDGETS = [0.01, 0.2]
+BUDGETS = [0.01, 0.05]
 
 
 def main() -> None:
@@ -28,10 +28,11 @@ def main() -> None:
     tokenizer, model = load_tokenizer(args.model), load_model(args.model)
     config = EngramConfig.paper(target_modules=["down_proj"], task_type="CAUSAL_LM")
     forget = {country: chat(country, capital) for country, capital in FORGET.items()}
-    # damage is seen in the answers; the passages keep the rest of the model in place
-    answers, pages = [chat(*fact) for fact in KEEP.items()], passages(tokenizer, 24)
+    answers = [chat(*fact) for fact in KEEP.items()]
+    # what is listed five times weighs five times: the answers are few beside the passages, and closest to what is forgotten
+    retain = [*5 * answers, *passages(tokenizer, 24)]
 
-    peft_model = unlearn(model, tokenizer, forget, [*answers, *pages], config, scale="adaptive")
+    peft_model = unlearn(model, tokenizer, forget, retain, config, scale="adaptive")
     for budget in BUDGETS:
         curve = tune_alpha(peft_model, tokenizer, forget, answers, budget=budget)
         forgotten, held_out = (recall(peft_model, tokenizer, facts) for facts in (FORGET, HELD_OUT))
@@ -44,8 +45,8 @@ def main() -> None:
     print(f"\nThe curve is in {args.plot}.")
 
     model = peft_model.unload()
-    peft_model = unlearn(model, tokenizer, forget, [*answers, *pages], config, scale="adaptive", alpha="auto")
-    print(f'\nunlearn(..., alpha="auto"), whose budget is 0.05:\n{peft_model.curves["default"]}')
+    peft_model = unlearn(model, tokenizer, forget, retain, config, scale="adaptive", alpha="auto")
+    print(f'\nunlearn(..., alpha="auto"), which has a budget of 0.05:\n{peft_model.curves["default"]}')
 
 
 if __name__ == "__main__":

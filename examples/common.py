@@ -77,6 +77,7 @@ def fine_tune(
     texts = tokenizer.apply_chat_template(chats)["input_ids"]
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
+    decay = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=epochs * -(-len(chats) // batch_size))
     model.train()
     for epoch in range(1, epochs + 1):
         losses = []
@@ -89,6 +90,7 @@ def fine_tune(
             loss = model(input_ids=input_ids, labels=labels).loss
             loss.backward()
             optimizer.step()
+            decay.step()
             optimizer.zero_grad()
             losses.append(loss.item())
         print(f"epoch {epoch}: loss {sum(losses) / len(losses):.3f}", flush=True)

@@ -151,6 +151,9 @@ def test_what_extraction_made_can_be_given_back_item_by_item(tiny_model, tokeniz
     forget = {"b": FORGET[0], "a": [FORGET[1], "the river lies by rome"]}
     report = extract_items(model, tokenizer, forget, RETAIN, rounds=2)
     assert model.item_strengths() == pytest.approx({item.name: item.strength for item in report.items})
+    # random weights know neither answer, so what the tuning settles on may be 0: both items are given a strength
+    for name in forget:
+        model.set_item_strength(name, 1.0)
     edit = logits(model, ids)
     model.restore_item("b")
     once = logits(model, ids)
