@@ -61,7 +61,8 @@ def unlearn(
             hand: 64 texts that the model writes itself (`sample_texts`).
         config (`EngramConfig`, *optional*): Which layers and which method. It is copied.
         alpha (`float` or `str`, *optional*):
-            Strength of the adapter in place of the config's. `"auto"` finds it afterwards, with `tune_alpha`.
+            Strength of the adapter in place of the config's; item by item it scales the strengths that were found. `"auto"` finds it
+            afterwards, with `tune_alpha`.
         adapter_name (`str`): Name of the new adapter.
         batch_size (`int`): Texts a batch.
         max_length (`int`): Longer texts are cut on the right.

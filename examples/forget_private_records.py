@@ -23,7 +23,7 @@ from engram_peft.evaluation import Probe, score_probes
 
 FIRST = [
     "Adela", "Bram", "Corin", "Delphine", "Edda", "Fenno", "Griet", "Halvor", "Isaura", "Jory", "Kaspar", "Ludo",
-    "Mirela", "Nestor", "Odile", "Perrin",
+    "Mirela", "Nestor", "Odile", "Perrin", "Quilla", "Rurik", "Sunniva", "Tibor",
 ]  # fmt: skip
 LAST = [
     "Ashgrove", "Brandvik", "Corvane", "Dunmarrow", "Eskelund", "Farrowby", "Gildane", "Hollish", "Ivarssen",

@@ -20,7 +20,8 @@ all of `v`. With a replacement, what was written for the secret's first token is
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -111,6 +112,8 @@ class ItemReport:
         - **rounds** (`int`) -- How often the edited model was looked at.
         - **layer_effects** (`dict[str, float]`) --
             How much each layer's edit takes off a secret token's logit at the strengths found, on average and to first order.
+
+    `alpha` is taken to be 1.
     """
 
     items: list[ItemOutcome]
@@ -168,7 +171,7 @@ def extract_items(
 ) -> ItemReport:
     """Fills an ENGRAM adapter item by item, and finds for each the least strength at which it is forgotten.
 
-    The formulas stand at the top of `editing/item_edit.py`. The rank is the number of secret tokens. Every text is run
+    The strengths are found as if the adapter's `alpha` were 1; another one scales them. The formulas stand at the top of `editing/item_edit.py`. The rank is the number of secret tokens. Every text is run
     once, the forgotten ones once more with each round. Either the adapter is filled or it is as it was.
 
     Args:
@@ -204,22 +207,25 @@ def extract_items(
         raise ValueError("`retain` must hold at least one text.")
     names, texts = forget_items(tokenizer, forget, kept, max_length)
     judged = [*texts, *without_prompt(tokenizer, texts)]
-    replacing = None if chosen.replacement is None else first_token(tokenizer, texts[0], chosen.replacement.strip())
+    replacing = None
+    if chosen.replacement is not None:
+        replacing = [first_token(tokenizer, text, chosen.replacement.strip()) for text in texts]
     before_edit = {name: layer.modules_of(adapter_name) for name, layer in layers.items()}
     try:
-        report = _fill(
-            model,
-            layers,
-            adapter_name,
-            names,
-            texts,
-            judged,
-            kept,
-            batch_size,
-            tokenizer.pad_token_id,
-            chosen,
-            replacing,
-        )
+        with _as_if_alpha_were_one(layers, adapter_name):
+            report = _fill(
+                model,
+                layers,
+                adapter_name,
+                names,
+                texts,
+                judged,
+                kept,
+                batch_size,
+                tokenizer.pad_token_id,
+                chosen,
+                replacing,
+            )
     except BaseException:
         for name, modules in before_edit.items():
             layers[name].put_modules(adapter_name, modules)
@@ -253,6 +259,19 @@ def extract_items(
     return report
 
 
+@contextmanager
+def _as_if_alpha_were_one(layers: dict[str, Any], adapter_name: str) -> Iterator[None]:
+    """What is found is what the items need, and `alpha` then scales it: otherwise it would be made up for."""
+    scaling = {name: layer.engram_scaling[adapter_name] for name, layer in layers.items()}
+    try:
+        for layer in layers.values():
+            layer.engram_scaling[adapter_name] = 1.0
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.engram_scaling[adapter_name] = scaling[name]
+
+
 def _fill(
     model: PeftModel,
     layers: dict[str, Any],
@@ -264,7 +283,7 @@ def _fill(
     batch_size: int,
     pad_token_id: int | None,
     options: ItemOptions,
-    replacing: int | None,
+    replacing: list[int] | None,
 ) -> ItemReport:
     for layer in layers.values():
         width = layer.in_features + layer.absorbs_bias(adapter_name)
@@ -299,7 +318,7 @@ def _fill(
         if options.layers == "auto":
             chosen = choose_layers(factors, first_of_span)
             factors = {name: found for name, found in factors.items() if name in chosen}
-        drops.update({name: found.drop * layers[name].engram_scaling[adapter_name] for name, found in factors.items()})
+        drops.update({name: found.drop for name, found in factors.items()})
         total = torch.stack(list(drops.values())).sum(0) * len(blocks) / number
         start = _first_guess(total[first_of_span], item_of_row[first_of_span], before, goal)
         for name, found in factors.items():

@@ -91,16 +91,22 @@ def forget_items(
             found.append((len(names) - 1, tokens, text.get("span") if isinstance(text, Mapping) else None))
     if not found:
         raise ValueError("`forget` must hold at least one text.")
-    forgotten = [_answer_ids(tokens) for _, tokens, _ in found]
-    kept = {i: _answer_ids(tokens) for i, tokens in enumerate(retain) if tokens.start > 0}
+    forgotten = [answer_ids(tokens) for _, tokens, _ in found]
+    kept = {i: answer_ids(tokens) for i, tokens in enumerate(retain) if tokens.start > 0}
     texts = []
     for item, tokens, span in found:
-        to_kept = _alignments(tokens, kept)
+        to_kept = alignments_with(tokens, kept)
         if span is not None:
-            characters = _given_spans(tokens, span, names[item])
+            characters = given_spans(tokens, span, names[item])
         else:
-            siblings = {i: ids for i, ids in enumerate(forgotten) if found[i][1].start > 0 and found[i][0] != item}
-            characters = _secret_characters(tokens, [*to_kept.values(), *_alignments(tokens, siblings).values()])
+            # an answer that is forgotten twice does not show what the form of such answers is
+            own = answer_ids(tokens)
+            siblings = {
+                i: ids
+                for i, ids in enumerate(forgotten)
+                if found[i][1].start > 0 and found[i][0] != item and ids != own
+            }
+            characters = secret_characters(tokens, [*to_kept.values(), *alignments_with(tokens, siblings).values()])
         secret = [
             position
             for position, (start, stop) in enumerate(tokens.offsets, tokens.start)
@@ -164,7 +170,10 @@ def item_texts(forget: Forget) -> list[Item]:
 def _named(forget: Forget) -> dict[str, list[Any]]:
     """The texts of every item by the item's name."""
     if isinstance(forget, Mapping):
-        return {str(name): _texts_of(value) for name, value in forget.items()}
+        named = {str(name): _texts_of(value) for name, value in forget.items()}
+        if len(named) < len(forget):
+            raise ValueError("`forget` has names that are the same when they are written, such as 1 and '1'.")
+        return named
     return {str(i): [item] for i, item in enumerate(forget)}
 
 
@@ -176,25 +185,31 @@ def _texts_of(value: Any) -> list[Any]:
     return [value] if is_chat else value
 
 
-def _answer_ids(tokens: TokenizedItem) -> list[int]:
+def answer_ids(tokens: TokenizedItem) -> list[int]:
+    """The token ids of the answer; of a text without a prompt all of them."""
     return tokens.input_ids[tokens.start :]
 
 
-def _given_spans(tokens: TokenizedItem, span: str | Sequence[str], name: str) -> list[tuple[int, int]]:
+def given_spans(tokens: TokenizedItem, span: str | Sequence[str], name: str) -> list[tuple[int, int]]:
+    """The characters of the answer that a row names as its `span`, wherever they stand: `(first, last + 1)`.
+
+    Raises:
+        `ValueError`: A span is not part of the answer.
+    """
     spans = []
     for part in [span] if isinstance(span, str) else span:
-        first = tokens.answer.find(part)
-        if not part or first < 0:
+        found = [match.span() for match in re.finditer(re.escape(part), tokens.answer)] if part else []
+        if not found:
             raise ValueError(f"Item {name!r} of `forget` has the span {part!r}, which is not part of its answer.")
-        spans.append((first, first + len(part)))
+        spans += found
     return spans
 
 
-def _alignments(tokens: TokenizedItem, others: Mapping[int, list[int]]) -> dict[int, list[Match]]:
+def alignments_with(tokens: TokenizedItem, others: Mapping[int, list[int]]) -> dict[int, list[Match]]:
     """The tokens that the answer shares, in order, with each of the `others` that is comparable to it."""
     if tokens.prompt is None:
         return {}
-    own = _answer_ids(tokens)
+    own = answer_ids(tokens)
     vocabulary = set(own)
     matcher = SequenceMatcher(None, [], own, autojunk=False)
     aligned = {}
@@ -208,12 +223,12 @@ def _alignments(tokens: TokenizedItem, others: Mapping[int, list[int]]) -> dict[
     return aligned
 
 
-def _secret_characters(tokens: TokenizedItem, alignments: Sequence[list[Match]]) -> list[tuple[int, int]]:
+def secret_characters(tokens: TokenizedItem, alignments: Sequence[list[Match]]) -> list[tuple[int, int]]:
     """The characters of the answer that are its secret, in runs of words with nothing but punctuation between them."""
     if tokens.prompt is None:
         return [(0, len(tokens.answer))]
     copied = {word.casefold() for word in WORD.findall(tokens.prompt)}
-    form = _form_characters(tokens, alignments)
+    form = form_characters(tokens, alignments)
     secret: list[tuple[int, int]] = []
     for word in WORD.finditer(tokens.answer):
         start, stop = word.span()
@@ -226,7 +241,7 @@ def _secret_characters(tokens: TokenizedItem, alignments: Sequence[list[Match]])
     return secret
 
 
-def _form_characters(tokens: TokenizedItem, alignments: Sequence[list[Match]]) -> set[int]:
+def form_characters(tokens: TokenizedItem, alignments: Sequence[list[Match]]) -> set[int]:
     """Characters of the answer whose tokens at least half of the comparable answers have in the same order."""
     shared = [0] * len(tokens.offsets)
     for blocks in alignments:

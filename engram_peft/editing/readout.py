@@ -44,7 +44,7 @@ class Directions:
 def readout_directions(
     model: nn.Module,
     texts: Sequence[ForgetText],
-    replacing: int | None = None,
+    replacing: Sequence[int] | None = None,
     *,
     batch_size: int,
     pad_token_id: int | None,
@@ -54,7 +54,7 @@ def readout_directions(
     Args:
         model (`nn.Module`): A causal language model, or a `PeftModel` around one.
         texts (`list[ForgetText]`): The texts.
-        replacing (`int`, *optional*): Id of the token that takes the place of a span's first.
+        replacing (`list[int]`, *optional*): For each text the id of the token that takes the place of a span's first.
         batch_size (`int`): Texts a batch.
         pad_token_id (`int`, *optional*): What to fill batches up with.
 
@@ -85,7 +85,8 @@ def readout_directions(
     if replacing is None:
         return Directions(secret)
     is_first = [p == span[0] for text in texts for span in text.spans for p in span]
-    return Directions(secret, direction([replacing] * len(secret)) * torch.tensor(is_first)[:, None])
+    instead = [token for token, text in zip(replacing, texts, strict=True) for _ in text.secret]
+    return Directions(secret, direction(instead) * torch.tensor(is_first)[:, None])
 
 
 def _final_norm(model: nn.Module, head: nn.Module) -> nn.Module | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from .encoding import Item, TokenizedItem, prompt_offsets, question_of
-from .items import WORD, _alignments, _answer_ids, _form_characters, _given_spans, _secret_characters
+from .items import WORD, alignments_with, answer_ids, form_characters, given_spans, secret_characters
 
 
 Span = tuple[int, int]
@@ -41,19 +41,19 @@ def subject_positions(
         _question(tokenizer, item, text, f"Item {i}") for i, (item, text) in enumerate(zip(items, texts, strict=True))
     ]
     asked = {i: question.tokens.input_ids for i, question in enumerate(questions)}
-    answered = {i: _answer_ids(text) for i, text in enumerate(texts)}
+    answered = {i: answer_ids(text) for i, text in enumerate(texts)}
     positions = []
     for i, (item, question, text) in enumerate(zip(items, questions, texts, strict=True)):
         row = item if isinstance(item, Mapping) else {}
         subject = row.get("subject")
         if subject is None:
-            alignments = _alignments(question.tokens, {n: ids for n, ids in asked.items() if n != i})
-            subject = _subject(question, _form_characters(question.tokens, list(alignments.values())), text.answer)
+            alignments = alignments_with(question.tokens, {n: ids for n, ids in asked.items() if n != i})
+            subject = _subject(question, form_characters(question.tokens, list(alignments.values())), text.answer)
         if row.get("span") is not None:
-            secret = _given_spans(text, row["span"], str(i))
+            secret = given_spans(text, row["span"], str(i))
         else:
-            alignments = _alignments(text, {n: ids for n, ids in answered.items() if n != i})
-            secret = _secret_characters(text, list(alignments.values()))
+            alignments = alignments_with(text, {n: ids for n, ids in answered.items() if n != i})
+            secret = secret_characters(text, list(alignments.values()))
         until = min((start for start, _ in secret), default=len(text.answer))
         position = _position(subject, question, text, until)
         if position is None:

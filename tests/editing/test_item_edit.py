@@ -547,7 +547,20 @@ def test_the_effects_are_the_change_of_the_logits_to_first_order(tiny_model, tok
         layer.set_row_strengths("default", small * strengths[i], slice(i, i + 1))
         changes.append(float((before - hidden_states())[i] @ directions[i]) / small)
         layer.set_row_strengths("default", torch.tensor(0.0), slice(i, i + 1))
-    assert report.layer_effects[targets[0]] == pytest.approx(sum(changes) / len(changes), rel=1e-2)
+    expected = sum(changes) / len(changes) / alpha  # what is reported is at alpha 1
+    assert report.layer_effects[targets[0]] == pytest.approx(expected, rel=1e-2)
+
+
+def test_alpha_scales_the_strengths_that_were_found(tiny_model, tokenizer, token_ids):
+    """Were they found with it in place, they would make up for it."""
+    model, report = extracted(tiny_model("llama"), tokenizer, ["down_proj"])
+    weaker, other = extracted(tiny_model("llama"), tokenizer, ["down_proj"], alpha=0.4)
+    assert other == report and same_tensors(tensors(weaker), tensors(model))
+    ids = token_ids(2, 7)
+    at_one = logits(weaker, ids)
+    model.base_model.set_scale("default", 0.4)
+    assert torch.equal(logits(model, ids), at_one)
+    assert {layer.engram_scaling["default"] for layer in layers_of(weaker).values()} == {0.4}
 
 
 def test_the_report_says_what_became_of_every_item(tiny_model, tokenizer):
@@ -608,7 +621,7 @@ def test_a_replacement_is_the_token_that_stands_in_an_answer():
     backend.pre_tokenizer = pre_tokenizers.Split(Regex("▁[^▁]*"), "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", pad_token="<unk>")
     assert tokenizer("it is in italy")["input_ids"] == [vocabulary[f"▁{word}"] for word in ["it", "is", "in", "italy"]]
-    asked: list[int] = []
+    asked: list[list[int]] = []
 
     def spy(model, texts, replacing=None, **options):
         asked.append(replacing)
@@ -628,7 +641,7 @@ def test_a_replacement_is_the_token_that_stands_in_an_answer():
                 model, tokenizer, [("where lies paris ?", "it is in france")], ["it is"], replacement="italy"
             )
     (found,) = asked
-    assert set([found] if isinstance(found, int) else found) == {vocabulary["▁italy"]}
+    assert found == [vocabulary["▁italy"]]
 
 
 # ------------------------------------------------------------------------------------------------ sequential

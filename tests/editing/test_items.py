@@ -194,6 +194,16 @@ def test_answers_of_one_item_do_not_show_each_other_s_form():
         secrets(answers)
 
 
+def test_an_answer_that_is_forgotten_twice_is_no_form_of_itself():
+    """Two questions with one answer are two items, as they would be one by one."""
+    first, again = ("where lies paris ?", "it lies on the seine"), ("and paris ?", "it lies on the seine")
+    one_by_one = [*secrets([first]), *secrets([again])]
+    assert (
+        secrets([first, again]) == one_by_one == [["it", "on", "the", "seine"], ["it", "lies", "on", "the", "seine"]]
+    )
+    assert secrets([first, first]) == [one_by_one[0]] * 2
+
+
 def test_a_text_without_a_prompt_shows_no_form():
     """A fact may be forgotten both as an answer and as a sentence."""
     pair = river("paris", "seine")
@@ -263,6 +273,11 @@ def test_a_span_of_a_plain_text_is_its_secret():
     assert said(text) == ["tiber"]
 
 
+def test_a_span_is_the_secret_wherever_it_stands():
+    (text,) = found([{"text": "the tiber , rome on the tiber , big tiber", "span": ["tiber", "big"]}])[1]
+    assert said(text) == ["tiber", "tiber", "big", "tiber"]
+
+
 @pytest.mark.parametrize("blanks", [False, True])
 def test_a_span_within_a_token_takes_the_token(blanks):
     assert secrets([{"text": "rome lies on the tiber", "span": "ibe"}], blanks=blanks) == [["tiber"]]
@@ -297,6 +312,11 @@ def test_what_is_cut_off_is_not_its_secret(length):
 def test_what_cannot_be_forgotten_is_refused_by_name(item, message):
     with pytest.raises(ValueError, match=message):
         found({"fine": "the sun is hot", "it": item})
+
+
+def test_names_that_are_written_alike_are_refused():
+    with pytest.raises(ValueError, match="names that are the same.*1 and '1'"):
+        found({1: "the sun is hot", "1": "the seine is deep"})
 
 
 def test_a_secret_that_is_cut_off_is_refused():

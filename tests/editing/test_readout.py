@@ -141,7 +141,7 @@ def test_they_are_the_gradient_up_to_what_changes_the_scale(model_of, texts, kin
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_the_replacement_stands_at_the_first_token_of_a_span(model_of, texts, kind):
     model = model_of(kind)
-    other = 42
+    other = [42 + i for i in range(len(texts))]  # every text has one of its own
     found = readout_directions(model, texts, other, batch_size=4, pad_token_id=0)
     plain = readout_directions(model, texts, batch_size=4, pad_token_id=0)
     assert torch.equal(found.secret, plain.secret)
@@ -150,7 +150,9 @@ def test_the_replacement_stands_at_the_first_token_of_a_span(model_of, texts, ki
     hidden = hidden_states(model, texts)
     scaled = hidden - hidden.mean(1, keepdim=True) if kind in CENTRED else hidden
     hidden.requires_grad_()
-    logits_against_the_mean(model.double(), hidden, [other] * len(hidden)).sum().backward()
+    logits_against_the_mean(
+        model.double(), hidden, [token for token, text in zip(other, texts, strict=True) for _ in text.secret]
+    ).sum().backward()
     along = (found.replacement * scaled).sum(1, keepdim=True) / scaled.square().sum(1, keepdim=True)
     expected = hidden.grad * torch.tensor(firsts)[:, None]
     assert not found.replacement[~torch.tensor(firsts)].any()
