@@ -972,7 +972,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    from .evaluation.report import replace_text
+    from .files import replace_text
 
     _make_parent(path)
     replace_text(path, text)

@@ -6,8 +6,7 @@ the user's message and writes the question itself, and then the answer to it (Ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .collection import evaluating
+from .decoding import PLAIN, eos_token_ids, seeded, written_texts
 from .encoding import Item, Message, tokenize_prompt
 from .selection import unwrap
 
@@ -81,7 +81,7 @@ def sample_texts(
     found: dict[str, Item] = {}
     tried = 0
     progress = logging.tqdm(total=count, desc="Sampling texts")
-    with torch.no_grad(), evaluating(base), _seeded(base, seed), progress:
+    with torch.no_grad(), evaluating(base), seeded(base, seed), progress:
         while len(found) < count and tried < ATTEMPTS * count:
             size = min(batch_size, count - len(found), ATTEMPTS * count - tried)
             tried += size
@@ -132,34 +132,17 @@ class _Writer:
         top_p: float,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        eos = model.generation_config.eos_token_id
-        self.stops = {*tokenizer.all_special_ids, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
-        self.pad = next((i for i in (tokenizer.pad_token_id, *sorted(self.stops)) if i is not None), 0)
+        self.stops = {*tokenizer.all_special_ids, *eos_token_ids(model)}
         self.config = GenerationConfig(
-            max_new_tokens=max_new_tokens, do_sample=True, temperature=float(temperature), top_p=float(top_p),
-            eos_token_id=sorted(self.stops) or None, pad_token_id=self.pad,
-            # what is not set comes from the model's own configuration
-            top_k=0, num_beams=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
+            max_new_tokens=max_new_tokens, do_sample=True, temperature=float(temperature), top_p=float(top_p), top_k=0,
+            eos_token_id=sorted(self.stops) or None,
+            pad_token_id=next((i for i in (tokenizer.pad_token_id, *sorted(self.stops)) if i is not None), 0),
+            **PLAIN,
         )  # fmt: skip
 
     def __call__(self, prompts: Sequence[list[int]]) -> list[str]:
         """One text for each prompt of token ids, without special tokens."""
-        if not prompts:
-            return []
-        length = max(len(prompt) for prompt in prompts)
-        # padded on the left, so that what is written follows the prompt
-        padding = torch.tensor([length - len(prompt) for prompt in prompts])
-        input_ids = torch.tensor([[self.pad] * (length - len(prompt)) + prompt for prompt in prompts])
-        attention_mask = (torch.arange(length) >= padding[:, None]).long()
-        device = next(self.model.parameters()).device
-        written = self.model.generate(
-            input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=self.config
-        )
-        texts = []
-        for ids in written[:, length:].tolist():
-            end = next((i for i, token in enumerate(ids) if token in self.stops), len(ids))
-            texts.append(self.tokenizer.decode(ids[:end]))
-        return texts
+        return written_texts(self.model, self.tokenizer, prompts, self.config, self.stops) if prompts else []
 
 
 def _sampler(
@@ -220,15 +203,3 @@ def _around_message(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
         raise ValueError("The tokenizer's chat template does not show the user's message. Pass `prompts`.")
     # a blank before a word is part of the word's token
     return before.rstrip(" "), next(iter(after.split()), "")
-
-
-@contextmanager
-def _seeded(model: nn.Module, seed: int) -> Iterator[None]:
-    """Random numbers from `seed` on where the model is, for the time being, and nothing changed elsewhere."""
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        # `torch.manual_seed` would also reach devices that are not restored
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(seed)
-        yield

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from ..editing.selection import unwrap
+from ..editing.decoding import PLAIN, eos_token_ids, seeded, written_texts
 
 
 @torch.inference_mode()
@@ -39,7 +37,7 @@ def greedy_texts(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     config = _generation_config(model, tokenizer, max_new_tokens, do_sample=False)
     for chosen in (order[i : i + batch_size] for i in range(0, len(order), batch_size)):
-        written = _generate(model, tokenizer, [prompts[i] for i in chosen], config)
+        written = written_texts(model, tokenizer, [prompts[i] for i in chosen], config, config.eos_token_id or ())
         for i, text in zip(chosen, written, strict=True):
             texts[i] = text
     return texts
@@ -65,55 +63,20 @@ def sampled_texts(
         top_k=0,
         num_return_sequences=samples,
     )
-    with _seeded(model, seed):
-        return _generate(model, tokenizer, [prompt], config)
+    with seeded(model, seed):
+        return written_texts(model, tokenizer, [prompt], config, config.eos_token_id or ())
 
 
 def _generation_config(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, **options: float
 ) -> GenerationConfig:
-    """Plain decoding: what is not set here would come from the model's own configuration, penalties included."""
-    base: Any = unwrap(model)
-    eos = base.generation_config.eos_token_id
-    if eos is None:
-        eos = tokenizer.eos_token_id
+    eos = eos_token_ids(model) or [i for i in [tokenizer.eos_token_id] if i is not None]
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-    neutral = {"num_beams": 1, "top_p": 1.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     if not options["do_sample"]:
-        neutral |= {"temperature": 1.0, "top_k": 50}  # transformers' own defaults, unused: others would be warned of
-    return GenerationConfig(max_new_tokens=max_new_tokens, eos_token_id=eos, pad_token_id=pad, **neutral, **options)
-
-
-def _generate(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], config: GenerationConfig
-) -> list[str]:
-    device = next(model.parameters()).device
-    length = max(len(prompt) for prompt in prompts)
-    padding = [length - len(prompt) for prompt in prompts]  # on the left: what is written follows the prompt directly
-    input_ids = torch.tensor([[config.pad_token_id] * n + ids for n, ids in zip(padding, prompts, strict=True)])
-    attention_mask = (torch.arange(length) >= torch.tensor(padding)[:, None]).long()
-    writer: Any = model if hasattr(model, "generate") else unwrap(model)
-    written = writer.generate(
-        input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=config
+        options |= {"temperature": 1.0, "top_k": 50}  # transformers' own defaults, unused: others would be warned of
+    return GenerationConfig(
+        max_new_tokens=max_new_tokens, eos_token_id=eos or None, pad_token_id=pad, top_p=1.0, **PLAIN, **options
     )
-    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    texts = []
-    for row in written[:, length:].tolist():
-        end = next((i for i, token in enumerate(row) if token in stops), len(row))
-        texts.append(tokenizer.decode(row[:end], skip_special_tokens=True))
-    return texts
-
-
-@contextmanager
-def _seeded(model: nn.Module, seed: int) -> Iterator[None]:
-    """Random numbers from `seed` on the model's devices for the time being, and nothing changed elsewhere."""
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
-        # not `torch.manual_seed`, which would reach devices that are not restored
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            torch.cuda.default_generators[device].manual_seed(seed)
-        yield
 
 
 def contains_answer(text: str, answer: str) -> bool:

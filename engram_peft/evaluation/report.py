@@ -7,9 +7,9 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..files import replace_text
 from .probes import ProbeScore
 
 
@@ -232,14 +232,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def harmonic_mean(values: Sequence[float]) -> float:
     """The harmonic mean of values that are not negative: 0 if one of them is."""
     return len(values) / sum(1 / value for value in values) if min(values) > 0 else 0.0
-
-
-def replace_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text file beside `path` and renames it: `path` holds the whole old file or the whole new one."""
-    path = Path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

@@ -15,10 +15,11 @@ from transformers.utils import logging
 
 from ..editing.collection import evaluating
 from ..editing.encoding import Item
+from ..files import replace_text
 from .generation import rouge_l_scorer
 from .groups import ProbeGroup
 from .probes import Probe, ProbeScore
-from .report import GROUPS, Evaluation, GroupScores, replace_text
+from .report import GROUPS, Evaluation, GroupScores
 from .texts import area_under_curve, min_k_score, perplexity_of, text_likelihoods, tokenize_texts
 
 
