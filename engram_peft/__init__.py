@@ -3,6 +3,7 @@
 Importing the package makes the ENGRAM method known to PEFT.
 """
 
+from .checkpoints import edit_checkpoint
 from .editing.collection import collect_statistics
 from .editing.extraction import ExtractionReport, LayerDiagnostics, extract_engram
 from .editing.item_edit import ItemOptions, ItemReport, extract_items
@@ -32,6 +33,7 @@ __all__ = [
     "collect_statistics",
     "compose",
     "count_ratio",
+    "edit_checkpoint",
     "effective_rank",
     "extract_engram",
     "extract_items",
