@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--people", type=int, default=12, help=f"how many people, at most {len(FIRST) * len(LAST)}")
     parser.add_argument("--forget", type=int, default=3, help="how many of them are forgotten")
     parser.add_argument("--epochs", type=int, default=6, help="of the fine-tuning")
+    parser.add_argument("--batch-size", type=int, default=10, help="of the fine-tuning")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="of the fine-tuning")
     args = parser.parse_args()
     tokenizer, model = load_tokenizer(args.model), load_model(args.model)
@@ -117,6 +118,7 @@ def main() -> None:
         list(record_chats(dict(people)).values()),
         epochs=args.epochs,
         learning_rate=args.learning_rate,
+        batch_size=args.batch_size,
     )
     print(f"The fine-tuning took {time.perf_counter() - started:.0f} s.")
     columns["taught"] = shares()
