@@ -33,7 +33,7 @@ from ...editing.selection import (
 )
 from ...editing.tuning import AlphaCurve
 from .config import EngramConfig, exact_pattern
-from .layer import EngramLayer, Linear
+from .layer import EditedLayer, EngramLayer
 
 
 class EngramModel(BaseTuner):
@@ -136,7 +136,7 @@ class EngramModel(BaseTuner):
         if isinstance(target, EngramLayer):
             target.update_layer(adapter_name, **kwargs)
             return
-        new_module = Linear(target, adapter_name, **kwargs)
+        new_module = EditedLayer(target, adapter_name, **kwargs)
         if adapter_name not in self.active_adapters:
             # adding an additional adapter: it is not automatically trainable
             new_module.requires_grad_(False)
@@ -270,14 +270,14 @@ class EngramModel(BaseTuner):
                 strengths = [
                     w * layer.engram_scaling[name] * f[2] for (name, w), f in zip(parts, factors, strict=True)
                 ]
-                right, left = torch.cat([f[0] for f in factors]), torch.cat([f[1] for f in factors], dim=1)
+                right, left = torch.cat([f[0] for f in factors], dim=-2), torch.cat([f[1] for f in factors], dim=-1)
                 dtype = layer.dtype_of(parts[0][0])
                 combined[key] = (right.to(dtype), left.to(dtype), torch.cat(strengths))
         self.peft_config[adapter_name] = replace(
             self.peft_config[adapters[0]],
             r=None, alpha=1.0, scale=1.0, alpha_pattern={}, extraction=None, items=self._items_of_sum(adapters), init_weights=True, description=None,
             target_modules=set(combined), exclude_modules=None, layers_to_transform=None, layers_pattern=None,
-            rank_pattern=exact_pattern({key: len(right) for key, (right, _, _) in combined.items()}),
+            rank_pattern=exact_pattern({key: right.shape[-2] for key, (right, _, _) in combined.items()}),
         )  # fmt: skip
         try:
             self.inject_adapter(self.model, adapter_name)
