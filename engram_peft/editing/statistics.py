@@ -152,13 +152,8 @@ class Moment:
 
     def of_groups(self, groups: torch.Tensor, device: str | torch.device | None = None) -> list[Moment]:
         """A moment for each of the given `groups`, `(k,)`: the groups as layers of their own."""
-        parts = []
-        for total in self.dense(device)[groups.to(self.device if device is None else device)]:
-            part = Moment(self.dim)
-            part.count, part._size = self.count, self._size
-            part.sums = [_panels(total)]
-            parts.append(part)
-        return parts
+        sums = self.dense(device)
+        return [Moment.of_sum(total, self.count, self._size) for total in sums[groups.to(sums.device)]]
 
     @property
     def device(self) -> torch.device:
@@ -202,6 +197,14 @@ class Moment:
         other.rows = [rows.to(device) for rows in self.rows]
         other.sums = [[panel.to(device) for panel in panels] for panels in self.sums]
         return other
+
+    @staticmethod
+    def of_sum(total: torch.Tensor, count: int | float, size: int | None = None) -> Moment:
+        """The moment of a sum, `(dim, dim)` symmetric, over `count` rows; of `size` rows if they do not count once each."""
+        moment = Moment(len(total))
+        moment.count, moment._size = count, size
+        moment.sums = [_panels(total)]
+        return moment
 
     @staticmethod
     def merged(moments: Iterable[Moment]) -> Moment:
