@@ -78,7 +78,7 @@ def _covariance(path: str | os.PathLike, name: str, entry: Any) -> torch.Tensor:
         matrix[torch.ones(dim, dim, dtype=torch.bool, device=upper.device).triu()] = upper
         matrix = matrix + matrix.triu(1).mT
     square = isinstance(matrix, torch.Tensor) and matrix.dim() == 2 and matrix.shape[0] == matrix.shape[1] > 0
-    if not square or not matrix.is_floating_point() or not torch.isfinite(matrix).all():
+    if matrix is None or not square or not matrix.is_floating_point() or not torch.isfinite(matrix).all():
         raise ValueError(f"{path} is damaged: what it holds of {name} is not a finite square matrix.")
     matrix = matrix.double()
     if float((matrix - matrix.mT).abs().max()) > SYMMETRY_TOLERANCE * float(matrix.abs().max()):
