@@ -105,13 +105,22 @@ def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module
 
 def output_head(model: nn.Module) -> nn.Module | None:
     """The layer that makes the logits, inside its PEFT wrapper if it has one."""
+    return _own_layer(model, "get_output_embeddings")
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """The layer that the token ids go into, inside its PEFT wrapper if it has one."""
+    return _own_layer(model, "get_input_embeddings")
+
+
+def _own_layer(model: nn.Module, getter: str) -> nn.Module | None:
     if not isinstance(model, PreTrainedModel):
         return None
     try:
-        head = model.get_output_embeddings()
-    except NotImplementedError:
+        layer = getattr(model, getter)()
+    except NotImplementedError:  # some vision models have neither
         return None
-    return None if head is None else base_layer_of(head)
+    return None if layer is None else base_layer_of(layer)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

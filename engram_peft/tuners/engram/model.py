@@ -24,11 +24,12 @@ from ...editing.extraction import ExtractionReport
 from ...editing.item_edit import ItemReport
 from ...editing.selection import (
     Selection,
-    base_layer_of,
     check_layers_exist,
     check_supported,
+    input_embedding,
     no_match_message,
     outer_modules,
+    output_head,
     select_layers,
 )
 from ...editing.tuning import AlphaCurve
@@ -419,13 +420,11 @@ class EngramModel(BaseTuner):
 
     def _set_tied(self, tied: bool) -> None:
         """Keeps `config.tie_word_embeddings` true to the weights of a model whose head was tied."""
-        config = getattr(self.model, "config", None)
-        if config is None or not hasattr(self.model, "get_output_embeddings"):
-            return
-        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        head, embedding = output_head(self.model), input_embedding(self.model)
         if head is None or embedding is None:
             return
-        is_tied = base_layer_of(head).weight is base_layer_of(embedding).weight
+        config = self.model.config
+        is_tied = head.weight is embedding.weight
         if not tied and config.tie_word_embeddings and not is_tied:
             config.tie_word_embeddings = False
             self._untied = True
