@@ -7,6 +7,7 @@ from .checkpoints import edit_checkpoint
 from .editing.collection import collect_statistics
 from .editing.extraction import ExtractionReport, LayerDiagnostics, extract_engram
 from .editing.item_edit import ItemOptions, ItemReport, extract_items
+from .editing.kinds import LayerKind, register_layer
 from .editing.sampling import sample_texts
 from .editing.scaling import compose, count_ratio, effective_rank, uniform, weight_norm
 from .editing.statistics import Moment, Provenance, Statistics, merge_statistics
@@ -27,6 +28,7 @@ __all__ = [
     "ItemOutcome",
     "ItemReport",
     "LayerDiagnostics",
+    "LayerKind",
     "Moment",
     "Provenance",
     "Statistics",
@@ -38,6 +40,7 @@ __all__ = [
     "extract_engram",
     "extract_items",
     "merge_statistics",
+    "register_layer",
     "sample_texts",
     "tune_alpha",
     "uniform",

@@ -231,7 +231,7 @@ BAD_CALLS = [
     ({"scale": nothing_but_nan}, ValueError, "nothing_but_nan returned nan for"),
     ({"scale": one_layer_missing}, ValueError, "one_layer_missing returned None for"),
     ({"config": EngramConfig.paper(target_modules=["zzz"])}, ValueError, "zzz.*not found"),
-    ({"config": EngramConfig.paper(target_modules=["embed_tokens"])}, TypeError, "embed_tokens is not supported"),
+    ({"config": EngramConfig.paper(target_modules=["norm"])}, TypeError, "norm is not supported"),
     ({"config": EngramConfig.paper(layers_to_transform=[9])}, ValueError, r"lists \[9\]"),
     ({"adapter_name": "mlp"}, ValueError, "'mlp' is also the name of a module"),
     ({"adapter_name": "a.b"}, ValueError, "'a.b' must not be empty or contain a dot"),

@@ -10,7 +10,7 @@ import hashlib
 import inspect
 import json
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .encoding import Batch, Item, batches, encode_items, tokenizer_fingerprint
+from .kinds import LayerKind, kind_of
 from .selection import Selection, base_layer_of, editable_layers, output_head, select_layers, unwrap
 from .statistics import Moment, Provenance, Statistics
 
@@ -54,7 +55,8 @@ def collect_statistics(
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer for texts.
         mask_fn (`Callable`, *optional*):
             For batches: maps a batch to a boolean tensor, one entry a token, that is `True` where the hidden state is a row.
-            By default the tokens whose label is not -100, else those of the attention mask, else all.
+            By default the tokens whose label is not -100, else those of the attention mask, else all. Where the inputs are no
+            tokens, as in images, an entry a sample: it holds for every position of the sample.
         token_position (`str`):
             For texts: `"answer"` (rows at the tokens that count), `"predict"` (the rows one earlier) or `"subject"` (the one row
             at the last token of what is asked about: see `subjects.subject_positions`).
@@ -229,11 +231,18 @@ def _checked_mask(mask: Any, batch: Any) -> torch.Tensor:
         )
     ids = _ids_of(batch)
     shape = ids.shape[:2] if isinstance(batch, Mapping) or not ids.is_floating_point() else ids.shape[:-1]
-    if mask.shape != shape:
+    if mask.shape != shape and not (mask.shape == ids.shape[:1] and not _are_tokens(batch)):
         raise ValueError(
             f"The mask has shape {list(mask.shape)}, the batch has {list(shape)}: one entry a token is needed."
         )
     return mask
+
+
+def _are_tokens(batch: Any) -> bool:
+    """Whether the inputs are texts, which have an entry a token in every mask."""
+    if isinstance(batch, Mapping):
+        return any(batch.get(name) is not None for name in ("input_ids", "inputs_embeds"))
+    return not batch.is_floating_point()
 
 
 class BodyRunner:
@@ -265,7 +274,7 @@ class BodyRunner:
     def __call__(self, inputs: Any) -> None:
         if isinstance(inputs, torch.Tensor):
             inputs = inputs.to(self._device)
-            named = {"input_ids": inputs} if isinstance(self.model, PreTrainedModel) else None
+            named = {self.model.main_input_name: inputs} if isinstance(self.model, PreTrainedModel) else None
             if named is None:
                 self.body(inputs)
                 return
@@ -330,7 +339,7 @@ class RowSink(Protocol):
         ...
 
     def add(self, rows: torch.Tensor) -> None:
-        """Takes float32 `rows`, `(n, dim)`, which it must not keep or change."""
+        """Takes float32 `rows`, `(n, dim)`, which it must not keep or change. For other rows see `Moment.add`."""
         ...
 
     def copy(self) -> RowSink:
@@ -378,7 +387,7 @@ class Collector:
     """Forward pre-hooks on the selected layers, and the sinks that they feed."""
 
     def __init__(
-        self, layers: dict[str, nn.Module], device: str | torch.device | None, sink: Callable[[int], Any] = Moment
+        self, layers: dict[str, nn.Module], device: str | torch.device | None, sink: Callable[..., Any] = Moment
     ) -> None:
         self.layers, self.device, self.sink = layers, device, sink
         self.names = {module: name for name, module in layers.items()}
@@ -388,7 +397,8 @@ class Collector:
         self.mask_is_full = True
         self.first_batch = True
         self.listening = True
-        self.by_tensor: dict[tuple[int, bool], _Group] = {}  # first batch: the group of every tensor seen in it
+        # first batch: the group of every tensor seen in it, and of every way to make rows of it
+        self.by_tensor: dict[tuple[int, bool, Hashable], _Group] = {}
 
     def __enter__(self) -> Collector:
         for module in self.layers.values():
@@ -425,7 +435,7 @@ class Collector:
         self.first_batch = False
 
     def see(self, module: nn.Module, x: torch.Tensor) -> None:
-        """Adds the selected rows of `x`, `(..., in_features)`, to the moment of `module`."""
+        """Adds the selected rows of the input `x` to the moment of `module`."""
         name = self.names[module]
         group = self.group_of.get(name)
         if group is None:
@@ -443,11 +453,13 @@ class Collector:
             group.fold()
 
     def _first_group(self, name: str, module: nn.Module, x: torch.Tensor) -> _Group:
-        has_bias = _has_bias(module)
-        key = (id(x), has_bias)
+        has_bias, layer = _has_bias(module), base_layer_of(module)
+        kind = _known_kind(layer)
+        key = (id(x), has_bias, kind.geometry(layer))
         group = self.by_tensor.get(key) if self.first_batch else None
         if group is None or not group.holds(x):
-            group = _Group(self.sink(x.shape[-1] + has_bias))
+            groups, _, width = kind.shape(layer)
+            group = _Group(self.sink(width + has_bias) if groups == 1 else self.sink(width + has_bias, groups))
             if self.first_batch:
                 self.by_tensor[key] = group
         group.members.append(name)
@@ -469,25 +481,42 @@ class Collector:
         return alone
 
     def _rows(self, name: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """The selected rows in float32, with a column of ones where the layer has a bias: `(n, dim)`."""
-        rows = x.detach().reshape(-1, x.shape[-1])
-        if self.mask is not None:
-            if self.mask.numel() != len(rows):
-                raise ValueError(
-                    f"The input of {name} has {len(rows)} rows, the mask has {self.mask.numel()} entries: the layer does not "
-                    "see one row a token. Leave it out with `exclude_modules`."
-                )
-            if not self.mask_is_full:
-                rows = rows[self.mask.to(rows.device).flatten()]
+        """The selected rows, `(n, dim)` or `(n, groups, dim)` in float32 with a column of ones where the layer has a bias.
+
+        One-hot rows stay the indices that they are, `(n,)`.
+        """
+        layer = base_layer_of(module)
+        kind = _known_kind(layer)
+        rows = kind.rows(layer, x.detach())
+        of_a_row = 0 if kind.one_hot else 1 if kind.shape(layer)[0] == 1 else 2  # dimensions
+        positions, row = rows.shape[: rows.dim() - of_a_row], rows.shape[rows.dim() - of_a_row :]
+        rows = rows.reshape(-1, *row)
+        if self.mask is not None and (mask := self._mask_of_rows(name, positions, self.mask)) is not None:
+            rows = rows[mask.to(rows.device)]
         device = rows.device if self.device is None else torch.device(self.device)
         # siblings may change the tensor in place before the last of them has come
         copy = self.mask_is_full and len(self.group_of[name].members) > 1
+        if kind.one_hot:
+            return rows.to(device, torch.int64, copy=copy)
         rows = rows.to(torch.float32, copy=copy).to(device)
         if not torch.isfinite(rows.sum()):  # one pass; NaN and infinity survive the sum
             raise ValueError(f"The input of {name} holds NaN or infinity. Check the model's weights and dtype.")
         if _has_bias(module):
-            rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
+            rows = torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
         return rows
+
+    def _mask_of_rows(self, name: str, positions: torch.Size, mask: torch.Tensor) -> torch.Tensor | None:
+        """The mask as one entry a row, flat; `None` if it selects all of them."""
+        if mask.dim() == 1 and (self.mask_is_full or len(mask) == positions[0]):
+            # an entry a sample, which may have any number of positions
+            return None if self.mask_is_full else mask.repeat_interleave(positions[1:].numel())
+        if mask.numel() != positions.numel():
+            entry = "sample" if mask.dim() == 1 else "token"
+            raise ValueError(
+                f"The input of {name} has {positions.numel()} rows, the mask has {mask.numel()} entries: the layer does not "
+                f"see one row a {entry}. Leave it out with `exclude_modules`."
+            )
+        return None if self.mask_is_full else mask.flatten()
 
     def check_fed(self, selected: int) -> None:
         if selected == 0:
@@ -498,6 +527,12 @@ class Collector:
 
     def sinks(self) -> dict[str, Any]:
         return {name: self.group_of[name].sink for name in self.layers}
+
+
+def _known_kind(layer: nn.Module) -> LayerKind:
+    kind = kind_of(layer)
+    assert kind is not None, layer  # only layers that have one are selected
+    return kind
 
 
 def _has_bias(module: nn.Module) -> bool:

@@ -91,15 +91,15 @@ class LayerDiagnostics:
     @cached_property
     def weight_norm(self) -> float:
         """Frobenius norm of the weight, without the bias."""
-        return float(self._edit.weight()[:, : self._edit.in_features].norm())
+        return float(self._edit.weight()[..., : self._edit.in_features].norm())
 
     @cached_property
     def projection_norm(self) -> float:
         """Frobenius norm of `W C_t pinv(C_a)`, without the bias."""
-        left = self._edit.weight() @ self._edit.left  # (out, r)
+        left = self._edit.weight() @ self._edit.left  # (..., out, r)
         if self._edit.right is None:
             return float(left.norm())
-        right = self._edit.right[:, : self._edit.in_features]
+        right = self._edit.right[..., : self._edit.in_features]
         return float((left.mT @ left).mul(right @ right.mT).sum().clamp_min(0).sqrt())
 
     @property
@@ -273,7 +273,7 @@ def extract_engram(
             edit = _edit_of_layer(layer, adapter_name, product)
             edits[name] = edit
             diagnostics[name] = LayerDiagnostics(
-                name, group.target.count, group.total.count, group.width, product.inverse.rank, edit.rank, 1.0, edit, group
+                name, group.target.count, group.total.count, group.width * layer.groups, product.inverse.rank, edit.rank, 1.0, edit, group
             )  # fmt: skip
 
     factors = scaling(diagnostics)
@@ -295,7 +295,7 @@ def extract_engram(
         right = None if edit.right is None else edit.right.to(dtype)
         layers[name].fill(adapter_name, right, edit.left.to(dtype), diagnostics[name].factor)
     config.record_extraction(
-        ranks={name: 0 if edit.right is None else len(edit.right) for name, edit in edits.items()},
+        ranks={name: 0 if edit.right is None else edit.right.shape[-2] for name, edit in edits.items()},
         record={
             "scale": scale_name,
             **{k: v for k, v in asdict(options).items() if v != getattr(InverseOptions, k) or k == "cut"},
@@ -376,10 +376,10 @@ def _check_statistics(
             raise ValueError(f"`{role}` holds no statistics of {missing[:5]}. Collect them on the adapter's layers.")
         for name, layer in layers.items():
             moment = statistics.moments[name]
-            expected = layer.in_features + (layer.base_bias() is not None)
-            if moment.dim != expected:
+            expected = Moment(layer.in_features + (layer.base_bias() is not None), layer.groups)
+            if (moment.groups, moment.dim) != (expected.groups, expected.dim):
                 raise ValueError(
-                    f"`{role}` belongs to another model: {name} has rows of width {moment.dim}, expected {expected}."
+                    f"`{role}` belongs to another model: {name} has rows of width {moment.width}, expected {expected.width}."
                 )
             if moment.count == 0:
                 raise ValueError(f"`{role}` holds no rows of {name}: the layer was never fed.")
@@ -394,6 +394,10 @@ def _check_statistics(
 
 
 _NOT_CONTAINED = "`total` does not contain `target`: pass merge_statistics(target, retain) as the total."
+
+
+class _NothingFree(ValueError):
+    """A null space leaves nothing of a layer to edit."""
 
 
 @dataclass
@@ -513,7 +517,10 @@ def balanced_factors(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Ten
 
 @dataclass
 class _Edit:
-    """Factors of one layer, float32: `M = left right`, `(width, r)` and `(r, width)`; `right` is `None` for `M` as a whole."""
+    """Factors of one layer, float32: `M = left right`, `(width, r)` and `(r, width)`; `right` is `None` for `M` as a whole.
+
+    Both have one more dimension in front where the layer has several groups.
+    """
 
     layer: Any
     adapter_name: str
@@ -548,7 +555,7 @@ class _Group:
 
     def covariance(self, moment: Moment, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """`C = S / count` without the constant's row and column if the bias is left alone: `(width, width)`."""
-        return moment.dense(self.device, dtype)[: self.width, : self.width].div_(moment.count)
+        return moment.dense(self.device, dtype)[..., : self.width, : self.width].div_(moment.count)
 
     def _inverse(self) -> Inverse:
         covariance = self.covariance(self.total)
@@ -568,7 +575,7 @@ class _Group:
         eigenvalues, vectors = torch.linalg.eigh(basis.mT @ total @ basis)
         basis = basis @ vectors[:, eigenvalues > self.options.rtol(len(total)) * largest_eigenvalue(total)]
         if basis.shape[1] == 0:
-            raise ValueError(
+            raise _NothingFree(
                 f"`null_space` uses every direction of {self.names[0]} that `total` does, so nothing could be edited. Raise "
                 f"`null_space_threshold`, which is {constraint.threshold}, or collect `null_space` on less data."
             )
@@ -675,6 +682,61 @@ class _Group:
         self.target = self.total = self.constraint = None  # type: ignore[assignment]
 
 
+class _SideBySide:
+    """What `_GroupOfBlocks.solve` finds: the products of the groups that the target uses, by the group's number."""
+
+    def __init__(self, products: dict[int, _FewRows | _ManyRows]) -> None:
+        self.products = products
+        self.inverse = self
+
+    @property
+    def rank(self) -> int:
+        return sum(product.inverse.rank for product in self.products.values())
+
+
+class _GroupOfBlocks(_Group):
+    """The same for layers of several groups, each of which is a layer of its own; those that the target never uses stay."""
+
+    blocks: dict[int, _Group]
+
+    def solve(self) -> _SideBySide:  # type: ignore[override]
+        used = self.target.dense(self.device).diagonal(dim1=1, dim2=2)[:, : self.width].any(1).nonzero().flatten()
+        targets, totals = (moment.of_groups(used, self.device) for moment in (self.target, self.total))
+        constraints: list[_NullSpace | None] = [None] * len(used)
+        if self.constraint is not None:
+            statistics, threshold = self.constraint.statistics, self.constraint.threshold
+            protected = statistics.moments[self.names[0]].of_groups(used, self.device)
+            constraints = [_NullSpace(Statistics({self.names[0]: moment}), threshold) for moment in protected]
+        self.blocks, products, stuck = {}, {}, None
+        for number, target, total, limit in zip(used.tolist(), targets, totals, constraints, strict=True):
+            block = _Group(self.names, target, total, self.width, self.device, self.options, self.share_filter, limit)
+            try:
+                products[number] = block.solve()
+            except _NothingFree as error:  # this one stays; an error if all of them do
+                stuck = error
+                continue
+            self.blocks[number] = block
+        if stuck is not None and not products:
+            raise stuck
+        return _SideBySide(products)
+
+    @cached_property
+    def eigenvalues(self) -> torch.Tensor:
+        none = torch.zeros(0, dtype=torch.float64)
+        shares = torch.cat([none, *(block.eigenvalues.cpu() for block in self.blocks.values())])
+        return shares.sort(descending=True).values
+
+    @cached_property
+    def coverage(self) -> float:
+        energy = {number: float(block.target.dense().trace()) for number, block in self.blocks.items()}
+        covered = sum(energy[number] * block.coverage for number, block in self.blocks.items())
+        return covered / max(sum(energy.values()), 1e-300)
+
+    def release(self) -> None:
+        super().release()
+        self.blocks = {}
+
+
 def _gains(share_filter: SpectralFilter, shares: torch.Tensor) -> torch.Tensor:
     """`g(lambda) / lambda` of positive descending eigenvalues, float64 of the same shape."""
     shares = shares.clamp_max(1)  # above only by rounding
@@ -714,27 +776,55 @@ def _groups(
         key = (id(target.moments[name]), id(total.moments[name]), protected, width, device)
         names.setdefault(key, []).append(name)
     for (*_, width, device), group in names.items():
-        yield _Group(
+        kind = _Group if total.moments[group[0]].groups == 1 else _GroupOfBlocks
+        yield kind(
             group, target.moments[group[0]], total.moments[group[0]], width, device, options, share_filter, constraint
         )
 
 
-def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows) -> _Edit:
+def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows | _SideBySide) -> _Edit:
     """The factors of a layer: all of `M` that its output can show, or the best directions of that."""
-    rank, columns = layer.requested_rank(adapter_name), product.columns
-    weight = layer.weight_matrix(adapter_name)
-    directions = None
-    if rank is not None and rank < min(columns, layer.out_features):
-        directions = _leading_directions(weight, product, rank)
-    elif layer.out_features < columns:
-        directions = torch.linalg.qr(product.output(weight).mT).Q
-    found = columns if directions is None else directions.shape[1]
+    rank, weight = layer.requested_rank(adapter_name), layer.weight_matrix(adapter_name)
+    if isinstance(product, _SideBySide):
+        left, right = _factors_of_groups(weight, product.products, rank, bias=weight.shape[-1] > layer.in_features)
+        return _Edit(layer, adapter_name, left, right, layer.in_features, left.shape[-1])
+    directions = _visible_directions(weight, product, rank)
+    found = product.columns if directions is None else directions.shape[1]
     if isinstance(product, _ManyRows | _FilteredRows) and 2 * found > weight.shape[1] == layer.in_features:
         return _Edit(layer, adapter_name, product.whole(directions), None, layer.in_features, found)
     left, right = product.factors(directions)
     if found == 0:  # a layer that is always silent; an adapter has at least rank 1
         left, right = left.new_zeros(len(left), 1), right.new_zeros(1, right.shape[1])
     return _Edit(layer, adapter_name, left, right, layer.in_features, len(right))
+
+
+def _factors_of_groups(
+    weight: torch.Tensor, products: dict[int, _FewRows | _ManyRows], rank: int | None, bias: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`left` `(groups, width, r)` and `right` `(groups, r, width)` with the largest rank of a group; or `M` and `None`."""
+    groups, _, width = weight.shape
+    directions = {number: _visible_directions(weight[number], product, rank) for number, product in products.items()}
+    ranks = [products[number].columns if d is None else d.shape[1] for number, d in directions.items()]
+    found = max([1, *ranks])
+    whole = 2 * found > width and not bias
+    left = torch.zeros(groups, width, width if whole else found, device=weight.device)
+    right = None if whole else torch.zeros(groups, found, width, device=weight.device)
+    for number, product in products.items():
+        own_left, own_right = product.factors(directions[number])
+        if right is None:
+            left[number] = own_left @ own_right
+        else:
+            left[number, :, : len(own_right)], right[number, : len(own_right)] = own_left, own_right
+    return left, right
+
+
+def _visible_directions(weight: torch.Tensor, product: _FewRows | _ManyRows, rank: int | None) -> torch.Tensor | None:
+    """Orthonormal directions of a product that the output shows, at most `rank`, `(m, r)`; `None`: all of them."""
+    if rank is not None and rank < min(product.columns, len(weight)):
+        return _leading_directions(weight, product, rank)
+    if len(weight) < product.columns:
+        return torch.linalg.qr(product.output(weight).mT).Q
+    return None
 
 
 def _leading_directions(weight: torch.Tensor, product: _FewRows | _ManyRows, rank: int) -> torch.Tensor:

@@ -194,6 +194,12 @@ def extract_items(
     """
     chosen = ItemOptions(**options)
     config, layers = adapter_layers(model, adapter_name)
+    for name, layer in layers.items():
+        if not layer.kind.rows_are_input:
+            raise ValueError(
+                f"{name} is a `{type(layer.get_base_layer()).__name__}`, which cannot be edited item by item: a row a token is "
+                'needed. Use `extract_engram` (`method="paper"`).'
+            )
     if adapter_name not in model.active_adapters:
         raise ValueError(
             f"The adapter {adapter_name!r} is not active: call `model.set_adapter({adapter_name!r})` first."

@@ -6,16 +6,14 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from peft import PeftModel
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-
-EDITABLE_TYPES = (nn.Linear, Conv1D)
+from .kinds import is_linear, kind_of, unsupported
 
 
 @dataclass
@@ -68,22 +66,28 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every `nn.Linear` and `Conv1D` of the unwrapped model by name; a wrapped one is represented by its wrapper."""
-    return {name: module for name, module in outer_modules(model) if isinstance(base_layer_of(module), EDITABLE_TYPES)}
+    """Every layer of the unwrapped model that has a kind, by name; a wrapped one is represented by its wrapper."""
+    return {name: module for name, module in outer_modules(model) if kind_of(base_layer_of(module)) is not None}
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Those of them that are an `nn.Linear` or `Conv1D`."""
+    return {name: module for name, module in outer_modules(model) if is_linear(base_layer_of(module))}
 
 
 def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module]:
     """The layers of the unwrapped `model` that `selection` means, in the model's order.
 
-    `target_modules=None` and `"all-linear"` mean every editable layer but the output head, as in PEFT.
+    `target_modules=None` and `"all-linear"` mean every `nn.Linear` and `Conv1D` but the output head, as in PEFT. Layers of other
+    kinds are meant by their names only.
 
     Raises:
         `ValueError`: Nothing matches, or `layers_to_transform` lists a layer that the model does not have.
-        `TypeError`: A matching module is not an `nn.Linear` or `Conv1D`.
+        `TypeError`: A matching module cannot be edited.
     """
     layers = editable_layers(model)
     if selection.target_modules is None or selection.target_modules == "all-linear":
-        head = output_head(model)
+        layers, head = linear_layers(model), output_head(model)
         everything = {name for name, module in layers.items() if base_layer_of(module) is not head}
         selection = Selection(**{**vars(selection), "target_modules": everything})
         # exact names would bypass `layers_to_transform`: match by the last part of the name, within `everything`
@@ -101,13 +105,22 @@ def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module
 
 def output_head(model: nn.Module) -> nn.Module | None:
     """The layer that makes the logits, inside its PEFT wrapper if it has one."""
+    return _own_layer(model, "get_output_embeddings")
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """The layer that the token ids go into, inside its PEFT wrapper if it has one."""
+    return _own_layer(model, "get_input_embeddings")
+
+
+def _own_layer(model: nn.Module, getter: str) -> nn.Module | None:
     if not isinstance(model, PreTrainedModel):
         return None
     try:
-        head = model.get_output_embeddings()
-    except NotImplementedError:
+        layer = getattr(model, getter)()
+    except NotImplementedError:  # some vision models have neither
         return None
-    return None if head is None else base_layer_of(head)
+    return None if layer is None else base_layer_of(layer)
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -139,7 +152,7 @@ def residual_writers(model: nn.Module) -> dict[str, nn.Module]:
     config = getattr(model, "config", None)
     hidden_size = None if config is None else getattr(config.get_text_config(), "hidden_size", None)
     of_block: dict[tuple[int, str], str] = {}
-    layers = editable_layers(model)
+    layers = linear_layers(model)
     inside = {module: number for number, layer in enumerate(stack) for module in layer.modules()}
     for name, module in layers.items():
         if module in inside:
@@ -148,9 +161,8 @@ def residual_writers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def output_width(layer: nn.Module) -> int:
-    """How wide the output of an `nn.Linear` or `Conv1D` is, inside PEFT's wrappers or not."""
-    base = base_layer_of(layer)
-    return base.out_features if isinstance(base, nn.Linear) else cast(Conv1D, base).nf
+    """How wide the output of a linear layer is, inside PEFT's wrappers or not."""
+    return _shape(layer)[1]
 
 
 def mlp_writers(model: nn.Module) -> dict[int, str]:
@@ -170,20 +182,23 @@ def mlp_writers(model: nn.Module) -> dict[int, str]:
 
 
 def input_width(layer: nn.Module) -> int:
-    """How wide the input of an `nn.Linear` or `Conv1D` is, inside PEFT's wrappers or not."""
+    """How wide the input of a linear layer is, inside PEFT's wrappers or not."""
+    return _shape(layer)[2]
+
+
+def _shape(layer: nn.Module) -> tuple[int, int, int]:
     base = base_layer_of(layer)
-    return base.in_features if isinstance(base, nn.Linear) else cast(Conv1D, base).nx
+    kind = kind_of(base)
+    assert kind is not None
+    return kind.shape(base)
 
 
 def check_supported(model: nn.Module, selection: Any) -> None:
     """Raises a `TypeError` if `selection` matches a module that cannot be edited."""
     for name, module in outer_modules(model):
         base = base_layer_of(module)
-        if name and check_target_module_exists(selection, name) and not isinstance(base, EDITABLE_TYPES):
-            raise TypeError(
-                f"Target module {name} is not supported. It is a `{type(base).__name__}`; only `torch.nn.Linear` and "
-                "`transformers.pytorch_utils.Conv1D` can be edited. Choose other `target_modules`."
-            )
+        if name and check_target_module_exists(selection, name) and kind_of(base) is None:
+            raise TypeError(unsupported(name, base))
 
 
 def check_layers_exist(model: nn.Module, selection: Any) -> None:

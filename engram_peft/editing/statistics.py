@@ -42,18 +42,23 @@ class Moment:
 
     Rows may count more or less than once: see `Moment.weighted`.
 
+    A layer that is several maps side by side has rows `(groups, dim)`, and a sum a group, `(groups, dim, dim)`, which is the only
+    panel. Where rows are one-hot vectors, `dim` is 1 and the sums are counts.
+
     Args:
         dim (`int`): Width of a row.
+        groups (`int`): Number of rows side by side.
 
     **Attributes**:
         - **dim** (`int`) -- Width of a row; one more than the layer's input where a constant 1 carries the bias.
+        - **groups** (`int`) -- Number of rows side by side.
         - **count** (`int` or `float`) -- Number of rows, each as often as it counts.
         - **rows** (`list[torch.Tensor]`) -- Rows not yet summed up, float32, `(n_i, dim)`.
         - **sums** (`list[list[torch.Tensor]]`) -- Sums as panels, float32 or float64.
     """
 
-    def __init__(self, dim: int) -> None:
-        self.dim = dim
+    def __init__(self, dim: int, groups: int = 1) -> None:
+        self.dim, self.groups = dim, groups
         self.count: int | float = 0
         self.rows: list[torch.Tensor] = []
         self.sums: list[Panels] = []
@@ -65,12 +70,17 @@ class Moment:
         """Number of rows, whatever they count for: what bounds the rank."""
         return int(self.count) if self._size is None else self._size
 
+    @property
+    def width(self) -> str:
+        """`dim`, or `groups x dim`, for messages."""
+        return str(self.dim) if self.groups == 1 else f"{self.groups} x {self.dim}"
+
     def add(self, rows: torch.Tensor) -> None:
-        """Adds float32 `rows`, `(n, dim)`, which count once."""
+        """Adds float32 `rows`, `(n, dim)` or `(n, groups, dim)`, which count once; or indices `(n,)` of one-hot rows."""
         self.count += len(rows)
         if self._size is not None:
             self._size += len(rows)
-        if not self.sums and self.size <= self.dim // 2:
+        if self.groups == 1 and not self.sums and self.size <= self.dim // 2:
             self.rows.append(rows.clone())
             return
         pending, self.rows = [*self.rows, rows], []
@@ -78,9 +88,17 @@ class Moment:
             for chunk in block.split(FLOAT32_ROWS):
                 self._sum_up(chunk)
 
+    def _products(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The sum of some rows, panel by panel."""
+        if not rows.is_floating_point():
+            yield torch.bincount(rows, minlength=self.groups).float()[:, None, None]
+        elif self.groups > 1:
+            yield torch.einsum("ngi,ngj->gij", rows, rows)
+        else:
+            yield from (rows[:, i : i + PANEL_ROWS].mT @ rows[:, i:] for i in range(0, self.dim, PANEL_ROWS))
+
     def _sum_up(self, rows: torch.Tensor) -> None:
-        starts = range(0, self.dim, PANEL_ROWS)
-        products = (rows[:, i : i + PANEL_ROWS].mT @ rows[:, i:] for i in starts)
+        products = self._products(rows)
         if self._summed_up == 0:
             self.sums.append(list(products))
         else:
@@ -92,8 +110,13 @@ class Moment:
         self._summed_up += len(rows)
 
     def dense(self, device: str | torch.device | None = None, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """The sum itself, `(dim, dim)`, exactly symmetric."""
+        """The sum itself, `(dim, dim)` or `(groups, dim, dim)`, exactly symmetric."""
         device = self.device if device is None else torch.device(device)
+        if self.groups > 1:
+            total = torch.zeros(self.groups, self.dim, self.dim, dtype=dtype, device=device)
+            for (blocks,) in self.sums:
+                total += blocks.to(device)
+            return total.triu() + total.triu(1).mT
         total = torch.empty(self.dim, self.dim, dtype=dtype, device=device)
         if self.rows or not self.sums:
             rows = torch.cat([*self.rows, torch.zeros(0, self.dim, device=self.device)]).to(device, dtype)
@@ -117,7 +140,7 @@ class Moment:
 
     def factor(self, device: str | torch.device | None = None) -> torch.Tensor | None:
         """`F` with `S = F F^T`, `(dim, n)` float64, where the rank is at most `dim / 2`; otherwise `None`."""
-        if self.size > self.dim // 2:
+        if self.size > self.dim // 2 or self.groups > 1:
             return None
         device = self.device if device is None else torch.device(device)
         if not self.sums:
@@ -126,6 +149,11 @@ class Moment:
         eigenvalues, vectors = torch.linalg.eigh(self.dense(device))
         top = slice(self.dim - self.size, None)
         return vectors[:, top] * eigenvalues[top].clamp_min(0).sqrt()
+
+    def of_groups(self, groups: torch.Tensor, device: str | torch.device | None = None) -> list[Moment]:
+        """A moment for each of the given `groups`, `(k,)`: the groups as layers of their own."""
+        sums = self.dense(device)
+        return [Moment.of_sum(total, self.count, self._size) for total in sums[groups.to(sums.device)]]
 
     @property
     def device(self) -> torch.device:
@@ -171,15 +199,23 @@ class Moment:
         return other
 
     @staticmethod
+    def of_sum(total: torch.Tensor, count: int | float, size: int | None = None) -> Moment:
+        """The moment of a sum, `(dim, dim)` symmetric, over `count` rows; of `size` rows if they do not count once each."""
+        moment = Moment(len(total))
+        moment.count, moment._size = count, size
+        moment.sums = [_panels(total)]
+        return moment
+
+    @staticmethod
     def merged(moments: Iterable[Moment]) -> Moment:
         """The moment of all rows together. Nothing is copied: the tensors of the parts are shared."""
         moments = list(moments)
-        total = Moment(moments[0].dim)
+        total = Moment(moments[0].dim, moments[0].groups)
         if any(moment._size is not None for moment in moments):
             total._size = sum(moment.size for moment in moments)
         for moment in moments:
-            if moment.dim != total.dim:
-                raise ValueError(f"Cannot merge moments of width {total.dim} and {moment.dim}.")
+            if (moment.groups, moment.dim) != (total.groups, total.dim):
+                raise ValueError(f"Cannot merge moments of width {total.width} and {moment.width}.")
             total.count += moment.count
             total.rows += moment.rows
             total.sums += moment.sums
@@ -278,7 +314,10 @@ class Statistics:
         return {name: moment.count for name, moment in self.moments.items()}
 
     def covariance(self, name: str) -> torch.Tensor:
-        """`C = S / count` of a layer, uncentred, `(dim, dim)` float64; of width `in_features + 1` for a layer with a bias."""
+        """`C = S / count` of a layer, uncentred, `(dim, dim)` float64; of width `in_features + 1` for a layer with a bias.
+
+        `(groups, dim, dim)` for a layer of several groups; of an embedding, the share of every token, `(tokens, 1, 1)`.
+        """
         moment = self.moments[name]
         if moment.count == 0:
             raise ValueError(f"{name} was never fed, so it has no covariance.")
@@ -343,7 +382,9 @@ class Statistics:
             index.append({"dim": moment.dim, "count": moment.count, "names": names})
             if moment.size != moment.count:
                 index[-1]["size"] = moment.size
-            if moment.sums:
+            if moment.groups > 1:
+                index[-1]["groups"] = moment.groups
+            if moment.sums or moment.groups > 1:
                 tensors[f"{number}.upper"] = _pack_upper(moment)
             else:
                 empty = torch.zeros(0, moment.dim)
@@ -410,8 +451,14 @@ def merge_statistics(*statistics: Statistics) -> Statistics:
 
 
 def _pack_upper(moment: Moment) -> torch.Tensor:
-    """The upper triangle of `S`, row by row, `(dim (dim + 1) / 2,)`; float32 where a single float32 sum is held."""
+    """The upper triangle of `S`, row by row, `(dim (dim + 1) / 2,)`; float32 where a single float32 sum is held.
+
+    Of a moment of several groups one a group, `(groups, dim (dim + 1) / 2)`.
+    """
     exact = len(moment.sums) == 1 and not moment.rows
+    if moment.groups > 1:
+        blocks = moment.sums[0][0] if exact else moment.dense()
+        return blocks[:, _upper_of(blocks[0])].cpu()
     panels = moment.sums[0] if exact else _panels(moment.dense())
     return torch.cat([panel[_upper_of(panel)] for panel in panels]).cpu()
 
@@ -425,6 +472,10 @@ def _upper_of(panel: torch.Tensor) -> torch.Tensor:
 
 
 def _unpack_upper(upper: torch.Tensor, dim: int) -> Panels:
+    if upper.dim() == 2:
+        blocks = upper.new_zeros(len(upper), dim, dim)
+        blocks[:, _upper_of(blocks[0])] = upper
+        return [blocks]
     panels, start = [], 0
     for i in range(0, dim, PANEL_ROWS):
         height, width = min(PANEL_ROWS, dim - i), dim - i
@@ -450,31 +501,36 @@ def _read_header(
         index: list[dict[str, Any]] = json.loads(header["moments"])
         known = {f.name for f in fields(Provenance)}
         provenance = Provenance(**{k: v for k, v in json.loads(header["provenance"]).items() if k in known})
-        entries = [(int(entry["dim"]), *_counted(entry), [str(n) for n in entry["names"]]) for entry in index]
+        entries = [
+            (int(entry["dim"]), int(entry.get("groups", 1)), *_counted(entry), [str(n) for n in entry["names"]])
+            for entry in index
+        ]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: its header cannot be read ({error!r}).") from None
     moments: dict[str, Moment] = {}
-    for number, (dim, count, size, names) in enumerate(entries):
+    for number, (dim, groups, count, size, names) in enumerate(entries):
         upper, rows = tensors.pop(f"{number}.upper", None), tensors.pop(f"{number}.rows", None)
         tensor = upper if upper is not None else rows
         check(tensor is not None and (upper is None or rows is None), f"moment {number} has no single tensor")
         assert tensor is not None
         check(
-            dim > 0 and 0 <= count < math.inf and size >= 0 and bool(names),
-            f"moment {number} claims width {dim} and {count} rows",
+            dim > 0 and groups > 0 and 0 <= count < math.inf and size >= 0 and bool(names),
+            f"moment {number} claims width {dim}, {groups} groups and {count} rows",
         )
         check(tensor.dtype in (torch.float32, torch.float64), f"moment {number} has dtype {tensor.dtype}")
         check(bool(torch.isfinite(tensor).all()), f"moment {number} holds NaN or infinity")
         check(not set(names) & set(moments), f"moment {number} repeats a layer of an earlier one")
-        moment = Moment(dim)
+        moment = Moment(dim, groups)
         moment.count, moment._size = count, None if size == count else size
         if rows is not None:
+            check(groups == 1, f"moment {number} holds rows of {groups} groups")
             check(tuple(rows.shape) == (size, dim), f"moment {number} claims {size} x {dim}, holds {list(rows.shape)}")
             moment.rows = [rows] if size else []
         else:
-            claimed = dim * (dim + 1) // 2
+            claimed = [dim * (dim + 1) // 2] if groups == 1 else [groups, dim * (dim + 1) // 2]
             check(
-                tuple(tensor.shape) == (claimed,), f"moment {number} claims {claimed} values, holds {tensor.numel()}"
+                list(tensor.shape) == claimed,
+                f"moment {number} claims {math.prod(claimed)} values, holds {tensor.numel()}",
             )
             moment.sums = [_unpack_upper(tensor, dim)]
         moments.update(dict.fromkeys(names, moment))

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import LoraConfig
 from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from torch import nn
+from torch.nn.functional import pad
 from transformers.pytorch_utils import Conv1D
 
+from ..editing.kinds import ConvKind, EmbeddingKind, LinearKind, TransposedLinearKind
 from ..files import replace_safetensors
 
 
 if TYPE_CHECKING:
-    from ..tuners.engram import EngramModel
+    from ..tuners.engram import EngramLayer, EngramModel
+
+KINDS = (LinearKind, TransposedLinearKind, EmbeddingKind, ConvKind)
+CONVOLUTIONS = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 @torch.no_grad()
@@ -23,7 +30,8 @@ def engram_to_lora(tuner: EngramModel, adapter_name: str = "default") -> tuple[L
     """The adapter as `lora_B lora_A = -alpha f W M`: exact up to float32 rounding.
 
     All layers get the largest rank (smaller ones are padded with zeros) and a LoRA scaling of 1: serving engines know nothing
-    else. A layer whose bias is edited needs `lora_bias`, which not every engine loads.
+    else. A layer whose bias is edited needs `lora_bias`, which not every engine loads. A convolution of `g` groups needs `g` times
+    its rank, an embedding a rank a token that is edited, at most its width.
 
     Args:
         tuner (`EngramModel`): The tuner, `peft_model.base_model`.
@@ -33,27 +41,31 @@ def engram_to_lora(tuner: EngramModel, adapter_name: str = "default") -> tuple[L
         The `LoraConfig` and the state dict in PEFT's file format, float32.
 
     Raises:
-        `ValueError`: The adapter has `modules_to_save`, which a LoRA export would lose.
+        `ValueError`: The adapter has `modules_to_save`, which a LoRA export would lose; or PEFT's LoRA has no form for a layer: one
+            of your own, a convolution with dilation or without zero padding, an embedding beside layers whose bias is edited.
     """
     config = tuner.peft_config[adapter_name]
     if config.modules_to_save:
         raise ValueError("Cannot export an adapter with `modules_to_save` as LoRA: the saved modules would be lost.")
     layers = tuner.engram_layers(adapter_name)
-    rank = max(layer.factors(adapter_name)[1].shape[1] for layer in layers.values())
     edits_bias = any(layer.absorbs_bias(adapter_name) for layer in layers.values())
+    for name, layer in layers.items():
+        if reason := _reason_against(layer, edits_bias):
+            raise ValueError(f"Cannot export {name} as LoRA: {reason}.")
+    factors = {name: _grouped_factors(layer, adapter_name) for name, layer in layers.items()}
+    # every layer's rank is a multiple of its groups
+    step = math.lcm(*(len(up) for up, _ in factors.values()))
+    rank = step * -(-max(len(up) * up.shape[2] for up, _ in factors.values()) // step)
     state_dict = {}
     for name, layer in layers.items():
-        up, down = (factor.float() for factor in layer.output_factors(adapter_name))
-        padding = rank - len(down)
-        prefix = f"base_model.model.{name}"
-        weight_down = down[:, : layer.in_features]
-        state_dict[f"{prefix}.lora_A.weight"] = torch.nn.functional.pad(weight_down, (0, 0, 0, padding)).contiguous()
-        state_dict[f"{prefix}.lora_B.weight"] = torch.nn.functional.pad(up, (0, padding)).contiguous()
+        parts = _lora_tensors(layer.get_base_layer(), *factors[name], layer.in_features, rank)
         if edits_bias:
-            bias = up.new_zeros(layer.out_features)
+            up, down = factors[name]
+            bias = up.new_zeros(up.shape[0] * up.shape[1])
             if layer.absorbs_bias(adapter_name):
-                bias = up @ down[:, layer.in_features]
-            state_dict[f"{prefix}.lora_B.bias"] = bias
+                bias = (up @ down[:, :, layer.in_features :]).flatten()
+            parts["lora_B.bias"] = bias
+        state_dict.update({f"base_model.model.{name}.{part}": tensor.contiguous() for part, tensor in parts.items()})
     lora_config = LoraConfig(
         r=rank,
         lora_alpha=rank,
@@ -65,6 +77,51 @@ def engram_to_lora(tuner: EngramModel, adapter_name: str = "default") -> tuple[L
         inference_mode=True,
     )
     return lora_config, state_dict
+
+
+def _reason_against(layer: EngramLayer, edits_bias: bool) -> str | None:
+    """Why PEFT's LoRA cannot hold the edit of a layer, if so."""
+    base: Any = layer.get_base_layer()
+    if type(layer.kind) not in KINDS or not isinstance(base, nn.Linear | Conv1D | nn.Embedding | CONVOLUTIONS):
+        return f"PEFT has no LoRA for a `{type(base).__name__}`"
+    if isinstance(base, CONVOLUTIONS):
+        if set(base.dilation) != {1} or base.padding_mode != "zeros":
+            return "the LoRA of a convolution has neither dilation nor another padding than zeros"
+    elif isinstance(base, nn.Embedding) and edits_bias:
+        return "the LoRA of an embedding cannot stand beside layers whose bias is edited (`absorb_bias=False` leaves it alone)"
+    return None
+
+
+def _grouped_factors(layer: EngramLayer, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """`up` `(groups, out, r)` and `down` `(groups, r, width)` with `up down = [dW | db]`, float32; an embedding is one group."""
+    base = layer.get_base_layer()
+    if isinstance(base, nn.Embedding):
+        change = layer.get_delta_weight(adapter_name).float().T  # (out, tokens)
+        tokens = change.any(0).nonzero().flatten()
+        if len(tokens) < len(change):
+            return change[None, :, tokens], nn.functional.one_hot(tokens, change.shape[1])[None].to(change)
+        return torch.eye(len(change), device=change.device)[None], change[None]
+    up, down = (factor.float() for factor in layer.output_factors(adapter_name))
+    return (up, down) if layer.groups > 1 else (up[None], down[None])
+
+
+def _lora_tensors(base: Any, up: torch.Tensor, down: torch.Tensor, width: int, rank: int) -> dict[str, torch.Tensor]:
+    """The factors as PEFT's file holds them, without the bias: `rank` columns and rows, those that are missing zero."""
+    missing = rank // len(up) - up.shape[2]
+    up, down = pad(up, (0, missing)), pad(down, (0, 0, 0, missing))
+    if isinstance(base, nn.Embedding):
+        return {"lora_embedding_A": down[0], "lora_embedding_B": up[0]}
+    if not isinstance(base, CONVOLUTIONS):
+        return {"lora_A.weight": down[0, :, :width], "lora_B.weight": up[0]}
+    # lora_A sees all channels, lora_B is grouped as the layer is
+    channels = base.in_channels // base.groups
+    kernels = down[:, :, :width].reshape(rank, channels, *base.kernel_size)
+    a = kernels.new_zeros(rank, base.in_channels, *base.kernel_size)
+    for number, of_group in enumerate(kernels.split(rank // base.groups)):
+        block = slice(number * (rank // base.groups), (number + 1) * (rank // base.groups))
+        a[block, number * channels : (number + 1) * channels] = of_group
+    b = up.reshape(base.out_channels, -1, *[1] * len(base.kernel_size))
+    return {"lora_A.weight": a, "lora_B.weight": b}
 
 
 def save_as_lora(save_directory: str | os.PathLike, tuner: EngramModel, adapter_name: str = "default") -> None:

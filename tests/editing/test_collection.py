@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 from engram_peft import EngramConfig, collect_statistics, extract_engram, merge_statistics
 from engram_peft.editing.collection import model_fingerprint
 from engram_peft.editing.encoding import batches, encode_items
-from engram_peft.editing.selection import Selection, editable_layers, select_layers
+from engram_peft.editing.selection import Selection, editable_layers, linear_layers, select_layers
 
 from ..conftest import BOS, EOS, PAD
 from .reference import covariance_of, plain_rows, relative_error
@@ -863,7 +863,7 @@ def test_no_match_lists_near_names(tiny_model, token_ids, targets, near):
         collect_statistics(tiny_model("llama"), [token_ids(1, 4)], target_modules=targets)
 
 
-@pytest.mark.parametrize("targets", [["embed_tokens"], ["q_proj", "input_layernorm"], ["self_attn"]])
+@pytest.mark.parametrize("targets", [["norm"], ["q_proj", "input_layernorm"], ["self_attn"]])
 def test_modules_that_cannot_be_edited_are_refused_by_name(tiny_model, token_ids, targets):
     with pytest.raises(TypeError, match=targets[-1]):
         collect_statistics(tiny_model("llama"), [token_ids(1, 4)], target_modules=targets)
@@ -912,7 +912,8 @@ def test_none_leaves_the_head_alone_unlike_the_reference(tiny_model):
     """To the reference `None` is every layer. A head is known in transformers models only, so in others it is to us, too."""
     model = tiny_model("llama")
     assert "lm_head" in editable_layers(model)
-    assert set(editable_layers(model)) - set(select_layers(model, Selection())) == {"lm_head"}
+    assert set(linear_layers(model)) - set(select_layers(model, Selection())) == {"lm_head"}
+    assert set(editable_layers(model)) - set(linear_layers(model)) == {"model.embed_tokens"}
 
 
 @pytest.mark.parametrize("number", selection_cases("layers"))

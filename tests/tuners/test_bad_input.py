@@ -63,7 +63,7 @@ BAD_TARGETS = [
         ValueError,
         "no numbered layers",
     ),
-    ({"target_modules": ["embed_tokens"]}, TypeError, "model.embed_tokens is not supported.*`Embedding`.*Conv1D"),
+    ({"target_modules": ["norm"]}, TypeError, "model.norm is not supported.*`LlamaRMSNorm`.*Conv1D.*register_layer"),
     ({"target_modules": ["q_proj", "input_layernorm"]}, TypeError, "input_layernorm is not supported"),
     ({"target_modules": r".*\.(q_proj|mlp)"}, TypeError, "mlp is not supported"),
     ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, ValueError, "exclude"),

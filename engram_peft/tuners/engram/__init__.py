@@ -1,11 +1,11 @@
-"""The ENGRAM adapter: a closed-form edit of linear layers, as a PEFT method."""
+"""The ENGRAM adapter: a closed-form edit of layers, as a PEFT method."""
 
 from ..._peft import register_once
 from .config import EngramConfig
-from .layer import EngramLayer, Linear
+from .layer import EditedLayer, EngramLayer
 from .model import EngramModel
 
 
-__all__ = ["EngramConfig", "EngramLayer", "EngramModel", "Linear"]
+__all__ = ["EditedLayer", "EngramConfig", "EngramLayer", "EngramModel"]
 
 register_once(name="engram", config_cls=EngramConfig, model_cls=EngramModel)

@@ -35,7 +35,8 @@ class EngramConfig(PeftConfig):
         target_modules (`Union[list[str], str]`, *optional*):
             The names of the modules to edit. A string is a regular expression, a list matches exact names and suffixes.
             `None` means every linear layer but the output head, or, in `unlearn` with `method="items"`, what the MLPs of the upper
-            half of the layers write with. Layers may be `torch.nn.Linear` or `Conv1D`.
+            half of the layers write with. By name, layers may be linear (`torch.nn.Linear`, transformers' `Conv1D`), embeddings,
+            convolutions (`Conv1d`, `Conv2d`, `Conv3d`), or what `register_layer` taught.
         exclude_modules (`Union[list[str], str]`, *optional*):
             The names of the modules to leave alone, matched likewise.
         layers_to_transform (`Union[list[int], int]`, *optional*):

@@ -1,7 +1,8 @@
-"""The ENGRAM adapter of one linear layer.
+"""The ENGRAM adapter of one layer.
 
 The closed-form edit `W <- W - alpha f W M` is an edit of the layer's input, `y = W (x - alpha f M x)`. The adapter holds `M` as
-thin factors and never needs the weight, so the base layer may be of any precision and a tied weight stays tied.
+thin factors and, where rows are the input itself, never needs the weight: the base layer may be of any precision and a tied weight
+stays tied. How the layer's input and weight are to be read is the business of its `LayerKind`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any, cast
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
-from peft.utils.other import transpose
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from torch.func import functional_call
 
+from ...editing.kinds import kind_of, unsupported
 from .config import EngramConfig
 
 
@@ -42,7 +43,10 @@ class EngramLayer(BaseTunerLayer):
 
         y = W~ (x~ - scaling * B diag(strength) A x~)        W~ = [W | b]
 
+    A layer of several groups has factors a group, all of the same rank; the modules hold them one below the other.
+
     **Attributes**:
+        - **in_features**, **out_features**, **groups** (`int`) -- Widths of a row and of its output, and how many lie side by side.
         - **engram_A** (`nn.ModuleDict`) -- `A`: `nn.Linear(in_features, r)`; its bias is the column of the constant.
         - **engram_B** (`nn.ModuleDict`) -- `B`: `nn.Linear(r, in_features)`, with one more output for the constant. Where `r` is
           0, `A` is the identity and `B` is `M` as a whole, which is smaller than two factors of more than half its width.
@@ -76,16 +80,11 @@ class EngramLayer(BaseTunerLayer):
         self.kwargs = kwargs
 
         base = self.get_base_layer()
-        if isinstance(base, Conv1D):
-            self.in_features, self.out_features = base.weight.shape
-        elif isinstance(base, nn.Linear):
-            self.in_features, self.out_features = base.in_features, base.out_features
-        else:
-            raise TypeError(
-                f"Target module {base} is not supported. Currently, only `torch.nn.Linear` and "
-                "`transformers.pytorch_utils.Conv1D` are supported."
-            )
-        self.fan_in_fan_out = isinstance(base, Conv1D)
+        kind = kind_of(base)
+        if kind is None:
+            raise TypeError(unsupported("", base))
+        self.kind = kind
+        self.groups, self.out_features, self.in_features = kind.shape(base)
 
     # ---------------------------------------------------------------------------------------------- adapters
 
@@ -106,7 +105,7 @@ class EngramLayer(BaseTunerLayer):
         self.engram_scaling[adapter_name] = alpha * config.scale
         self.engram_requested_rank[adapter_name] = requested_rank
         self.engram_absorbs_bias[adapter_name] = config.absorb_bias and self.base_bias() is not None
-        self._make_factors(adapter_name, UNFILLED_RANK if r is None else r)
+        self._make_factors(adapter_name, min(UNFILLED_RANK, self.in_features) if r is None else r)
         if config.init_weights:
             # one factor is zero, the other is not: an identity that still has gradients
             a, b, _ = self.modules_of(adapter_name)
@@ -120,8 +119,11 @@ class EngramLayer(BaseTunerLayer):
         extra = int(self.engram_absorbs_bias[adapter_name])
         whole = r == 0
         r = self.in_features if whole else r
-        self.engram_A[adapter_name] = nn.Identity() if whole else nn.Linear(self.in_features, r, bias=bool(extra))
-        self.engram_B[adapter_name] = nn.Linear(r, self.in_features + extra, bias=False)
+        # (groups * r, width) and (groups * width, r)
+        self.engram_A[adapter_name] = (
+            nn.Identity() if whole else nn.Linear(self.in_features, self.groups * r, bias=bool(extra))
+        )
+        self.engram_B[adapter_name] = nn.Linear(r, self.groups * (self.in_features + extra), bias=False)
         self.engram_strength[adapter_name] = RowStrength(r)
 
     def modules_of(self, adapter_name: str) -> tuple[nn.Linear | nn.Identity, nn.Linear, RowStrength]:
@@ -150,7 +152,8 @@ class EngramLayer(BaseTunerLayer):
             adapter_name (`str`): Which adapter.
             right (`torch.Tensor`, *optional*):
                 `A`, `(r, width)`, where `width` counts the constant of an absorbed bias; `None` for the identity.
-            left (`torch.Tensor`): `B`, `(width, r)`.
+                `(groups, r, width)` for several groups.
+            left (`torch.Tensor`): `B`, `(width, r)` or `(groups, width, r)`.
             strength (`float` or `torch.Tensor`): For all rows, or `(r,)`.
         """
         old = self.modules_of(adapter_name)[1].weight
@@ -159,24 +162,28 @@ class EngramLayer(BaseTunerLayer):
             return nn.Parameter(tensor.detach().to(old.device).contiguous(), requires_grad=old.requires_grad)
 
         with torch.device("meta"):  # the values come from the arguments: no need to draw random ones
-            self._make_factors(adapter_name, 0 if right is None else len(right))
+            self._make_factors(adapter_name, 0 if right is None else right.shape[-2])
         a, b, rows = self.modules_of(adapter_name)
         if isinstance(a, nn.Linear):
             assert right is not None
+            right = right.reshape(-1, right.shape[-1])
             a.weight = parameter(right[:, : self.in_features])
             if a.bias is not None:
                 a.bias = parameter(right[:, self.in_features])
-        b.weight = parameter(left)
-        rows.weight = parameter(torch.as_tensor(strength, dtype=left.dtype).expand(left.shape[1]))
+        b.weight = parameter(left.reshape(-1, left.shape[-1]))
+        rows.weight = parameter(torch.as_tensor(strength, dtype=left.dtype).expand(left.shape[-1]))
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as `EngramLayer.fill` takes them."""
         a, b, rows = self.modules_of(adapter_name)
+        left = b.weight
         if isinstance(a, nn.Identity):
-            right = torch.eye(self.in_features, dtype=b.weight.dtype, device=b.weight.device)
+            right = torch.eye(self.in_features, dtype=left.dtype, device=left.device).repeat(self.groups, 1)
         else:
             right = a.weight if a.bias is None else torch.cat([a.weight, a.bias[:, None]], dim=1)
-        return right, b.weight, rows.weight
+        if self.groups > 1:
+            right, left = right.unflatten(0, (self.groups, -1)), left.unflatten(0, (self.groups, -1))
+        return right, left, rows.weight
 
     def dtype_of(self, adapter_name: str) -> torch.dtype:
         """The dtype of an adapter's factors."""
@@ -236,19 +243,26 @@ class EngramLayer(BaseTunerLayer):
         return cast(torch.Tensor | None, getattr(self.get_base_layer(), "bias", None))
 
     def weight_matrix(self, adapter_name: str) -> torch.Tensor:
-        """`W`, or `[W | b]` if the adapter absorbs the bias, unmerged: `(out_features, width)`, at least float32."""
-        return self._original_matrix()[:, : self.in_features + self.absorbs_bias(adapter_name)]
+        """`W`, or `[W | b]` if the adapter absorbs the bias, unmerged, at least float32: `(out_features, width)`.
+
+        `(groups, out_features, width)` for several groups.
+        """
+        return self._original_matrix().detach()[..., : self.in_features + self.absorbs_bias(adapter_name)]
 
     def _original_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
         base = self.get_base_layer()
-        return self._unmerged or (cast(nn.Parameter, base.weight), cast(nn.Parameter | None, base.bias))
+        return self._unmerged or (cast(nn.Parameter, base.weight), cast(nn.Parameter | None, self.base_bias()))
 
     def _original_matrix(self) -> torch.Tensor:
         """`[W | b]`, or `W` where there is no bias, unmerged, at least float32."""
         weight, bias = self._original_parameters()
-        matrix = transpose(weight.detach(), self.fan_in_fan_out).to(_wide(weight.dtype))
-        return matrix if bias is None else torch.cat([matrix, bias.detach()[:, None].to(matrix.dtype)], dim=1)
+        matrix = self.kind.matrix(self.get_base_layer(), weight).to(_wide(weight.dtype))
+        if bias is None:
+            return matrix
+        column = bias.to(matrix.dtype).reshape(*matrix.shape[:-1], 1)
+        return torch.cat([matrix, column], dim=-1)
 
+    @torch.no_grad()
     def output_factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The edit as a product in the weight's own space: `[dW | db] = up down`, `(out, r)` and `(r, width)`.
 
@@ -259,19 +273,43 @@ class EngramLayer(BaseTunerLayer):
 
     def _chain(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Matrices whose product is `[dW | db]`: the weight, `-scaling B diag(strength)` and `A`, in one dtype."""
-        right, left, strength = (tensor.detach() for tensor in self.factors(adapter_name))
-        weight = self.weight_matrix(adapter_name)
+        right, left, strength = self.factors(adapter_name)
+        weight = self._original_matrix()[..., : self.in_features + self.absorbs_bias(adapter_name)]
         left = -self.engram_scaling[adapter_name] * (left.to(weight.dtype) * strength.to(weight.dtype))
         return weight, left, right.to(weight.dtype)
 
     def _delta(self, adapter_name: str) -> torch.Tensor:
-        """`[dW | db]`, `(out, width)`; the order of the products is the cheapest."""
-        return torch.linalg.multi_dot(self._chain(adapter_name))
+        """`[dW | db]`, `(out, width)` or `(groups, out, width)`; of a single group in the cheapest order of products."""
+        weight, left, right = self._chain(adapter_name)
+        return torch.linalg.multi_dot((weight, left, right)) if self.groups == 1 else weight @ left @ right
 
+    @torch.no_grad()
     def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
         """`dW` in the storage order of the base weight, at least float32; the change of the bias is not part of it."""
-        return transpose(self._delta(adapter_name)[:, : self.in_features], self.fan_in_fan_out)
+        return self.kind.weight(self.get_base_layer(), self._delta(adapter_name)[..., : self.in_features])
 
+    def _edited_matrix(self, adapter_names: Sequence[str], safe: bool = False) -> torch.Tensor:
+        """`[W | b]` with adapters in it; every change is taken from the original, so their order does not matter."""
+        dtype = self._original_parameters()[0].dtype
+        total = self._original_matrix().clone()
+        for name in adapter_names:
+            delta = self._delta(name)
+            total[..., : delta.shape[-1]] += delta
+            if safe and not torch.isfinite(total.to(dtype)).all():
+                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+        return total
+
+    def _edited_parameters(
+        self, adapter_names: Sequence[str], safe: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias with adapters in them, rounded once; the bias only if one of them changes it."""
+        (weight, bias), total = self._original_parameters(), self._edited_matrix(adapter_names, safe)
+        edited = self.kind.weight(self.get_base_layer(), total[..., : self.in_features]).to(weight.dtype).contiguous()
+        if bias is None or not any(self.absorbs_bias(name) for name in adapter_names):
+            return edited, None
+        return edited, total[..., self.in_features].flatten().to(bias.dtype)
+
+    @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """
         Merge the active adapter weights into the base weights. Every change is taken from the original weight, so the order
@@ -288,18 +326,11 @@ class EngramLayer(BaseTunerLayer):
             return
         merged = self.merged_adapters + adapter_names
         weight, bias = self._original_parameters()
-        total = self._original_matrix().clone()
-        for name in merged:
-            delta = self._delta(name)
-            total[:, : delta.shape[1]] += delta
-            if safe_merge and not torch.isfinite(total.to(weight.dtype)).all():
-                raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
+        new_weight, new_bias = self._edited_parameters(merged, safe_merge)
         # new Parameters and not new values: another layer may hold the same Parameter
         base = self.get_base_layer()
-        new_weight = transpose(total[:, : self.in_features], self.fan_in_fan_out).to(weight.dtype).contiguous()
         base.weight = nn.Parameter(new_weight, requires_grad=weight.requires_grad)
-        if bias is not None and any(self.absorbs_bias(name) for name in merged):
-            new_bias = total[:, self.in_features].to(bias.dtype).contiguous()
+        if bias is not None and new_bias is not None:
             base.bias = nn.Parameter(new_bias, requires_grad=bias.requires_grad)
         self._unmerged = (weight, bias)
         self.merged_adapters = merged
@@ -337,6 +368,10 @@ class EngramLayer(BaseTunerLayer):
         adapter_names = [name for name in adapter_names if self.engram_scaling[name] != 0]
         if not adapter_names:
             return self.base_layer(x, *args, **kwargs)
+        if self.kind.one_hot:
+            return self._edited_rows_of_table(x, adapter_names, *args, **kwargs)
+        if not self.kind.rows_are_input:
+            return self._forward_with_edited_weight(x, adapter_names, *args, **kwargs)
         edited: torch.Tensor = x
         constant: torch.Tensor | None = None
         for name in adapter_names:
@@ -351,6 +386,30 @@ class EngramLayer(BaseTunerLayer):
             bias = cast(torch.Tensor, self.base_bias())
             result = (result - constant * bias).to(result.dtype)
         return result
+
+    def _forward_with_edited_weight(
+        self, x: torch.Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        # a row is not an input that could be changed (patches overlap), and there are many more rows than outputs: the weight is
+        # the cheaper place
+        weight, bias = self._edited_parameters(adapter_names)
+        edited = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        base = self.get_base_layer()  # inside other wrappers, if there are any
+        prefix = next(f"{name}." if name else "" for name, module in self.base_layer.named_modules() if module is base)
+        return functional_call(
+            self.base_layer, {f"{prefix}{name}": value for name, value in edited.items()}, (x, *args), kwargs
+        )
+
+    def _edited_rows_of_table(
+        self, x: torch.Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """`M` is diagonal: the output of index `x` keeps the share `1 - scaling M[x, x]`."""
+        result = self.base_layer(x, *args, **kwargs)
+        kept: torch.Tensor | float = 1.0
+        for name in adapter_names:
+            right, left, strength = self.factors(name)  # (groups, r, 1), (groups, 1, r), (r,)
+            kept = kept - self.engram_scaling[name] * (left[x, 0] * strength * right[x, :, 0]).sum(-1, keepdim=True)
+        return (result * kept).to(result.dtype)
 
     def _mixed_batch_forward(
         self, x: torch.Tensor, *args: Any, adapter_names: list[str], **kwargs: Any
@@ -369,12 +428,12 @@ class EngramLayer(BaseTunerLayer):
         return result
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """PEFT's conversion knows weights only; with an absorbed bias use `EngramModel.save_as_lora`."""
-        return not self.engram_absorbs_bias.get(adapter_name, False)
+        """PEFT's conversion knows the weights of linear layers only; for others, and biases, use `EngramModel.save_as_lora`."""
+        return self.kind.rows_are_input and not self.engram_absorbs_bias.get(adapter_name, False)
 
 
-class Linear(nn.Module, EngramLayer):
-    """ENGRAM implemented in a dense layer: `torch.nn.Linear` or `transformers.pytorch_utils.Conv1D`."""
+class EditedLayer(nn.Module, EngramLayer):
+    """ENGRAM implemented in a layer of any kind."""
 
     def __init__(
         self,

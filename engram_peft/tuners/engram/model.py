@@ -24,16 +24,17 @@ from ...editing.extraction import ExtractionReport
 from ...editing.item_edit import ItemReport
 from ...editing.selection import (
     Selection,
-    base_layer_of,
     check_layers_exist,
     check_supported,
+    input_embedding,
     no_match_message,
     outer_modules,
+    output_head,
     select_layers,
 )
 from ...editing.tuning import AlphaCurve
 from .config import EngramConfig, exact_pattern
-from .layer import EngramLayer, Linear
+from .layer import EditedLayer, EngramLayer
 
 
 class EngramModel(BaseTuner):
@@ -136,7 +137,7 @@ class EngramModel(BaseTuner):
         if isinstance(target, EngramLayer):
             target.update_layer(adapter_name, **kwargs)
             return
-        new_module = Linear(target, adapter_name, **kwargs)
+        new_module = EditedLayer(target, adapter_name, **kwargs)
         if adapter_name not in self.active_adapters:
             # adding an additional adapter: it is not automatically trainable
             new_module.requires_grad_(False)
@@ -270,14 +271,14 @@ class EngramModel(BaseTuner):
                 strengths = [
                     w * layer.engram_scaling[name] * f[2] for (name, w), f in zip(parts, factors, strict=True)
                 ]
-                right, left = torch.cat([f[0] for f in factors]), torch.cat([f[1] for f in factors], dim=1)
+                right, left = torch.cat([f[0] for f in factors], dim=-2), torch.cat([f[1] for f in factors], dim=-1)
                 dtype = layer.dtype_of(parts[0][0])
                 combined[key] = (right.to(dtype), left.to(dtype), torch.cat(strengths))
         self.peft_config[adapter_name] = replace(
             self.peft_config[adapters[0]],
             r=None, alpha=1.0, scale=1.0, alpha_pattern={}, extraction=None, items=self._items_of_sum(adapters), init_weights=True, description=None,
             target_modules=set(combined), exclude_modules=None, layers_to_transform=None, layers_pattern=None,
-            rank_pattern=exact_pattern({key: len(right) for key, (right, _, _) in combined.items()}),
+            rank_pattern=exact_pattern({key: right.shape[-2] for key, (right, _, _) in combined.items()}),
         )  # fmt: skip
         try:
             self.inject_adapter(self.model, adapter_name)
@@ -419,13 +420,11 @@ class EngramModel(BaseTuner):
 
     def _set_tied(self, tied: bool) -> None:
         """Keeps `config.tie_word_embeddings` true to the weights of a model whose head was tied."""
-        config = getattr(self.model, "config", None)
-        if config is None or not hasattr(self.model, "get_output_embeddings"):
-            return
-        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        head, embedding = output_head(self.model), input_embedding(self.model)
         if head is None or embedding is None:
             return
-        is_tied = base_layer_of(head).weight is base_layer_of(embedding).weight
+        config = self.model.config
+        is_tied = head.weight is embedding.weight
         if not tied and config.tie_word_embeddings and not is_tied:
             config.tie_word_embeddings = False
             self._untied = True
