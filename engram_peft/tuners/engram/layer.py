@@ -279,9 +279,11 @@ class EngramLayer(BaseTunerLayer):
         return weight, left, right.to(weight.dtype)
 
     def _delta(self, adapter_name: str) -> torch.Tensor:
-        """`[dW | db]`, `(out, width)` or `(groups, out, width)`; of a single group in the cheapest order of products."""
+        """`[dW | db]`, `(out, width)` or `(groups, out, width)`, in the cheaper order of products."""
         weight, left, right = self._chain(adapter_name)
-        return torch.linalg.multi_dot((weight, left, right)) if self.groups == 1 else weight @ left @ right
+        if self.groups == 1:
+            return torch.linalg.multi_dot((weight, left, right))
+        return weight @ (left @ right) if 2 * left.shape[-1] > weight.shape[-1] else (weight @ left) @ right
 
     @torch.no_grad()
     def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
@@ -392,6 +394,11 @@ class EngramLayer(BaseTunerLayer):
     ) -> torch.Tensor:
         # a row is not an input that could be changed (patches overlap), and there are many more rows than outputs: the weight is
         # the cheaper place
+        if self.get_base_layer().weight.is_meta:
+            raise ValueError(
+                f"A `{type(self.get_base_layer()).__name__}` is edited in its weight, which is offloaded. Keep the layer on a device, "
+                "or merge the adapter."
+            )
         weight, bias = self._edited_parameters(adapter_names)
         edited = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         base = self.get_base_layer()  # inside other wrappers, if there are any
