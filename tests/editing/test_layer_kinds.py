@@ -406,9 +406,7 @@ def test_rows_that_do_not_fit_the_matrix_are_refused(monkeypatch):
         """Forgets the token before."""
 
     monkeypatch.setattr(kinds, "_KINDS", {**kinds._KINDS, Pairs: Wrong()})
-    with pytest.raises(
-        ValueError, match="Wrong makes rows of width 3 of the input of layer, and a matrix of width 6"
-    ):
+    with pytest.raises(ValueError, match="Wrong makes rows of width 3 of the input of layer, and a matrix of width 6"):
         collect_statistics(Model("register_layer"), [inputs("register_layer", 0)], target_modules=["layer"])
 
 

@@ -105,7 +105,11 @@ class EngramLayer(BaseTunerLayer):
         self.engram_scaling[adapter_name] = alpha * config.scale
         self.engram_requested_rank[adapter_name] = requested_rank
         self.engram_absorbs_bias[adapter_name] = config.absorb_bias and self.base_bias() is not None
-        self._make_factors(adapter_name, min(UNFILLED_RANK, self.in_features) if r is None else r)
+        if r is None:
+            r = (
+                0 if self.kind.one_hot else min(UNFILLED_RANK, self.in_features)
+            )  # two factors of a diagonal bring nothing
+        self._make_factors(adapter_name, r)
         if config.init_weights:
             # one factor is zero, the other is not: an identity that still has gradients
             a, b, _ = self.modules_of(adapter_name)
@@ -309,7 +313,7 @@ class EngramLayer(BaseTunerLayer):
         edited = self.kind.weight(self.get_base_layer(), total[..., : self.in_features]).to(weight.dtype).contiguous()
         if bias is None or not any(self.absorbs_bias(name) for name in adapter_names):
             return edited, None
-        return edited, total[..., self.in_features].flatten().to(bias.dtype)
+        return edited, total[..., self.in_features].flatten().to(bias.dtype).contiguous()
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
