@@ -488,7 +488,13 @@ class Collector:
         layer = base_layer_of(module)
         kind = _known_kind(layer)
         rows = kind.rows(layer, x.detach())
-        of_a_row = 0 if kind.one_hot else 1 if kind.shape(layer)[0] == 1 else 2  # dimensions
+        groups, _, width = kind.shape(layer)
+        if not kind.one_hot and rows.shape[-1] != width:
+            raise ValueError(
+                f"{type(kind).__name__} makes rows of width {rows.shape[-1]} of the input of {name}, and a matrix of width {width}: "
+                "the two must agree."
+            )
+        of_a_row = 0 if kind.one_hot else 1 if groups == 1 else 2  # dimensions
         positions, row = rows.shape[: rows.dim() - of_a_row], rows.shape[rows.dim() - of_a_row :]
         rows = rows.reshape(-1, *row)
         if self.mask is not None and (mask := self._mask_of_rows(name, positions, self.mask)) is not None:

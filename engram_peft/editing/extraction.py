@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from .blocks import Blocks, solve_blocks
 from .collection import model_fingerprint
 from .scaling import Scaling, resolve_scaling
 from .selection import unwrap
@@ -267,13 +268,12 @@ def extract_engram(
     diagnostics: dict[str, LayerDiagnostics] = {}
     groups = list(_groups(layers, target, total, adapter_name, options, share_filter, constraint))
     for group in logging.tqdm(groups, desc="Extracting"):
-        product = group.solve()
+        kept, edit_of = group.solver(adapter_name)
         for name in group.names:
             layer = layers[name]
-            edit = _edit_of_layer(layer, adapter_name, product)
-            edits[name] = edit
+            edits[name] = edit = edit_of(layer)
             diagnostics[name] = LayerDiagnostics(
-                name, group.target.count, group.total.count, group.width * layer.groups, product.inverse.rank, edit.rank, 1.0, edit, group
+                name, group.target.count, group.total.count, group.width * layer.groups, kept, edit.rank, 1.0, edit, group
             )  # fmt: skip
 
     factors = scaling(diagnostics)
@@ -396,10 +396,6 @@ def _check_statistics(
 _NOT_CONTAINED = "`total` does not contain `target`: pass merge_statistics(target, retain) as the total."
 
 
-class _NothingFree(ValueError):
-    """A null space leaves nothing of a layer to edit."""
-
-
 @dataclass
 class _NullSpace:
     """What must not change, and which share of the largest eigenvalue a direction may carry and still be edited."""
@@ -511,8 +507,8 @@ class _ManyRows:
 
 def balanced_factors(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The same product with columns and rows of equal norm, so that half precision holds both equally well; float32."""
-    balance = (left.norm(dim=0) / right.norm(dim=1).clamp_min(1e-30)).clamp_min(1e-30).sqrt()
-    return (left / balance).float().contiguous(), (right * balance[:, None]).float().contiguous()
+    balance = (left.norm(dim=-2) / right.norm(dim=-1).clamp_min(1e-30)).clamp_min(1e-30).sqrt()
+    return (left / balance[..., None, :]).float().contiguous(), (right * balance[..., None]).float().contiguous()
 
 
 @dataclass
@@ -575,11 +571,15 @@ class _Group:
         eigenvalues, vectors = torch.linalg.eigh(basis.mT @ total @ basis)
         basis = basis @ vectors[:, eigenvalues > self.options.rtol(len(total)) * largest_eigenvalue(total)]
         if basis.shape[1] == 0:
-            raise _NothingFree(
-                f"`null_space` uses every direction of {self.names[0]} that `total` does, so nothing could be edited. Raise "
-                f"`null_space_threshold`, which is {constraint.threshold}, or collect `null_space` on less data."
-            )
+            raise self._nothing_free()
         return basis
+
+    def _nothing_free(self) -> ValueError:
+        assert self.constraint is not None
+        return ValueError(
+            f"`null_space` uses every direction of {self.names[0]} that `total` does, so nothing could be edited. Raise "
+            f"`null_space_threshold`, which is {self.constraint.threshold}, or collect `null_space` on less data."
+        )
 
     def _check_finite(self, sums: torch.Tensor, role: str) -> None:
         if not torch.isfinite(sums.sum()):
@@ -590,6 +590,11 @@ class _Group:
     def _target_factor(self) -> torch.Tensor | None:
         factor = self.target.factor(self.device)
         return None if factor is None else factor[: self.width] / self.target.count**0.5
+
+    def solver(self, adapter_name: str) -> tuple[int, Callable[[Any], _Edit]]:
+        """Solves what the layers have in common: the number of directions that were inverted, and what gives a layer's edit."""
+        product = self.solve()
+        return product.inverse.rank, lambda layer: _edit_of_layer(layer, adapter_name, product)
 
     def solve(self) -> _FewRows | _ManyRows:
         """`M` of the group, with the inverse of the reference."""
@@ -682,59 +687,32 @@ class _Group:
         self.target = self.total = self.constraint = None  # type: ignore[assignment]
 
 
-class _SideBySide:
-    """What `_GroupOfBlocks.solve` finds: the products of the groups that the target uses, by the group's number."""
-
-    def __init__(self, products: dict[int, _FewRows | _ManyRows]) -> None:
-        self.products = products
-        self.inverse = self
-
-    @property
-    def rank(self) -> int:
-        return sum(product.inverse.rank for product in self.products.values())
-
-
 class _GroupOfBlocks(_Group):
-    """The same for layers of several groups, each of which is a layer of its own; those that the target never uses stay."""
+    """The same for layers that have several groups."""
 
-    blocks: dict[int, _Group]
-
-    def solve(self) -> _SideBySide:  # type: ignore[override]
-        used = self.target.dense(self.device).diagonal(dim1=1, dim2=2)[:, : self.width].any(1).nonzero().flatten()
-        targets, totals = (moment.of_groups(used, self.device) for moment in (self.target, self.total))
-        constraints: list[_NullSpace | None] = [None] * len(used)
+    def solver(self, adapter_name: str) -> tuple[int, Callable[[Any], _Edit]]:
+        share = self.target.count / self.total.count
+        protected, threshold, gains = None, 0.0, None
         if self.constraint is not None:
-            statistics, threshold = self.constraint.statistics, self.constraint.threshold
-            protected = statistics.moments[self.names[0]].of_groups(used, self.device)
-            constraints = [_NullSpace(Statistics({self.names[0]: moment}), threshold) for moment in protected]
-        self.blocks, products, stuck = {}, {}, None
-        for number, target, total, limit in zip(used.tolist(), targets, totals, constraints, strict=True):
-            block = _Group(self.names, target, total, self.width, self.device, self.options, self.share_filter, limit)
-            try:
-                products[number] = block.solve()
-            except _NothingFree as error:  # this one stays; an error if all of them do
-                stuck = error
-                continue
-            self.blocks[number] = block
-        if stuck is not None and not products:
-            raise stuck
-        return _SideBySide(products)
+            threshold = self.constraint.threshold
+            protected = self.covariance(self.constraint.statistics.moments[self.names[0]])
+            self._check_finite(protected, "null_space")
+        if (share_filter := self.share_filter) is not None:
 
-    @cached_property
-    def eigenvalues(self) -> torch.Tensor:
-        none = torch.zeros(0, dtype=torch.float64)
-        shares = torch.cat([none, *(block.eigenvalues.cpu() for block in self.blocks.values())])
-        return shares.sort(descending=True).values
+            def gains(eigenvalues: torch.Tensor) -> torch.Tensor:
+                return _gains(share_filter, share * eigenvalues)
 
-    @cached_property
-    def coverage(self) -> float:
-        energy = {number: float(block.target.dense().trace()) for number, block in self.blocks.items()}
-        covered = sum(energy[number] * block.coverage for number, block in self.blocks.items())
-        return covered / max(sum(energy.values()), 1e-300)
-
-    def release(self) -> None:
-        super().release()
-        self.blocks = {}
+        target, total = self.covariance(self.target), self.covariance(self.total)
+        self._check_finite(total, "total")
+        self._check_finite(target, "target")
+        blocks = solve_blocks(target, total, self.total.size, self.options, gains, protected, threshold)
+        if blocks is None:
+            raise self._nothing_free()
+        self.__dict__["eigenvalues"] = share * blocks.eigenvalues
+        self.__dict__["coverage"] = blocks.coverage
+        if len(blocks.eigenvalues):
+            self._check_contains(float(share * blocks.eigenvalues[0]))
+        return blocks.rank, lambda layer: _edit_of_groups(layer, adapter_name, blocks)
 
 
 def _gains(share_filter: SpectralFilter, shares: torch.Tensor) -> torch.Tensor:
@@ -782,12 +760,9 @@ def _groups(
         )
 
 
-def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows | _SideBySide) -> _Edit:
+def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows) -> _Edit:
     """The factors of a layer: all of `M` that its output can show, or the best directions of that."""
     rank, weight = layer.requested_rank(adapter_name), layer.weight_matrix(adapter_name)
-    if isinstance(product, _SideBySide):
-        left, right = _factors_of_groups(weight, product.products, rank, bias=weight.shape[-1] > layer.in_features)
-        return _Edit(layer, adapter_name, left, right, layer.in_features, left.shape[-1])
     directions = _visible_directions(weight, product, rank)
     found = product.columns if directions is None else directions.shape[1]
     if isinstance(product, _ManyRows | _FilteredRows) and 2 * found > weight.shape[1] == layer.in_features:
@@ -798,24 +773,20 @@ def _edit_of_layer(layer: Any, adapter_name: str, product: _FewRows | _ManyRows 
     return _Edit(layer, adapter_name, left, right, layer.in_features, len(right))
 
 
-def _factors_of_groups(
-    weight: torch.Tensor, products: dict[int, _FewRows | _ManyRows], rank: int | None, bias: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`left` `(groups, width, r)` and `right` `(groups, r, width)` with the largest rank of a group; or `M` and `None`."""
+def _edit_of_groups(layer: Any, adapter_name: str, blocks: Blocks) -> _Edit:
+    """The factors of a layer of several groups, which all have the rank that the richest of them needs; or `M` as a whole."""
+    weight = layer.weight_matrix(adapter_name)
+    left, right = balanced_factors(*blocks.factors(weight, layer.requested_rank(adapter_name)))
     groups, _, width = weight.shape
-    directions = {number: _visible_directions(weight[number], product, rank) for number, product in products.items()}
-    ranks = [products[number].columns if d is None else d.shape[1] for number, d in directions.items()]
-    found = max([1, *ranks])
-    whole = 2 * found > width and not bias
-    left = torch.zeros(groups, width, width if whole else found, device=weight.device)
-    right = None if whole else torch.zeros(groups, found, width, device=weight.device)
-    for number, product in products.items():
-        own_left, own_right = product.factors(directions[number])
-        if right is None:
-            left[number] = own_left @ own_right
-        else:
-            left[number, :, : len(own_right)], right[number, : len(own_right)] = own_left, own_right
-    return left, right
+    found = left.shape[2]
+    if 2 * found > width == layer.in_features:
+        whole = left.new_zeros(groups, width, width).index_copy_(0, blocks.used, left @ right)
+        return _Edit(layer, adapter_name, whole, None, layer.in_features, found)
+    rank = max(found, 1)  # an adapter has at least rank 1
+    all_left = left.new_zeros(groups, width, rank)
+    all_right = left.new_zeros(groups, rank, width)
+    all_left[blocks.used, :, :found], all_right[blocks.used, :found] = left, right
+    return _Edit(layer, adapter_name, all_left, all_right, layer.in_features, rank)
 
 
 def _visible_directions(weight: torch.Tensor, product: _FewRows | _ManyRows, rank: int | None) -> torch.Tensor | None:

@@ -150,11 +150,6 @@ class Moment:
         top = slice(self.dim - self.size, None)
         return vectors[:, top] * eigenvalues[top].clamp_min(0).sqrt()
 
-    def of_groups(self, groups: torch.Tensor, device: str | torch.device | None = None) -> list[Moment]:
-        """A moment for each of the given `groups`, `(k,)`: the groups as layers of their own."""
-        sums = self.dense(device)
-        return [Moment.of_sum(total, self.count, self._size) for total in sums[groups.to(sums.device)]]
-
     @property
     def device(self) -> torch.device:
         for tensor in self.tensors():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from peft import PeftModel, get_peft_model
 from torch import nn
 from transformers import (
@@ -30,7 +31,7 @@ from engram_peft.editing import kinds
 from engram_peft.editing.kinds import EmbeddingKind, LinearKind, kind_of
 from engram_peft.editing.selection import Selection, mlp_writers, residual_writers, select_layers
 
-from ..layer_kinds import CASES, Model, edited, floats, inputs, of_even_samples, statistics
+from ..layer_kinds import CASES, Model, Pairs, edited, floats, inputs, of_even_samples, statistics
 from ..tuners.adapters import close, same_tensors, tensors, unchanged
 from .reference import relative_error
 
@@ -398,6 +399,45 @@ def test_a_kind_covers_subclasses_that_compute_the_same(monkeypatch):
 def test_bad_input_of_register_layer_is_refused(arguments, message):
     with pytest.raises(TypeError, match=f"`{message}` should be"):
         register_layer(*arguments)
+
+
+def test_rows_that_do_not_fit_the_matrix_are_refused(monkeypatch):
+    class Wrong(LayerKind):
+        """Forgets the token before."""
+
+    monkeypatch.setattr(kinds, "_KINDS", {**kinds._KINDS, Pairs: Wrong()})
+    with pytest.raises(ValueError, match="Wrong makes rows of width 3 of the input of layer, and a matrix of width 6"):
+        collect_statistics(Model("register_layer"), [inputs("register_layer", 0)], target_modules=["layer"])
+
+
+def test_a_convolution_whose_weight_is_offloaded_is_refused_and_an_embedding_is_not():
+    for case in ("conv2d", "Embedding"):
+        model = edited(case)
+        with torch.no_grad():
+            expected = model(inputs(case, 5))
+        cpu_offload(model.base_model.model.layer.base_layer, execution_device=torch.device("cpu"))
+        if case == "conv2d":
+            with pytest.raises(ValueError, match="`Conv2d` is edited in its weight, which is offloaded"):
+                model(inputs(case, 5))
+        else:
+            assert torch.equal(model(inputs(case, 5)), expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bfloat16_layer_stays_one(case):
+    model = edited(case)
+    model.base_model.model.layer.base_layer.bfloat16()
+    x = inputs(case, 5)
+    x = x.bfloat16() if x.is_floating_point() else x
+    with torch.no_grad():
+        unmerged = model(x)
+        model.merge_adapter()
+        merged = model(x)
+    assert unmerged.dtype == merged.dtype == torch.bfloat16
+    if case in ("Linear", "Conv1D", "Embedding"):
+        assert close(merged.float(), unmerged.float(), 0.02)
+    else:
+        assert torch.equal(merged, unmerged)
 
 
 def test_a_single_unbatched_sample_is_collected():

@@ -107,6 +107,7 @@ def test_merge(case):
     model.merge_adapter()
     assert close(outputs(model, case), unmerged, 1e-5)
     assert torch.equal(layer.base_layer.weight, before + change)
+    assert all(parameter.is_contiguous() for parameter in layer.base_layer.parameters())  # else it cannot be saved
     merged = model.merge_and_unload()
     assert type(merged.layer) is type(Model(case).layer) and close(outputs(merged, case), unmerged, 1e-5)
 

@@ -105,7 +105,11 @@ class EngramLayer(BaseTunerLayer):
         self.engram_scaling[adapter_name] = alpha * config.scale
         self.engram_requested_rank[adapter_name] = requested_rank
         self.engram_absorbs_bias[adapter_name] = config.absorb_bias and self.base_bias() is not None
-        self._make_factors(adapter_name, min(UNFILLED_RANK, self.in_features) if r is None else r)
+        if r is None:
+            r = (
+                0 if self.kind.one_hot else min(UNFILLED_RANK, self.in_features)
+            )  # two factors of a diagonal bring nothing
+        self._make_factors(adapter_name, r)
         if config.init_weights:
             # one factor is zero, the other is not: an identity that still has gradients
             a, b, _ = self.modules_of(adapter_name)
@@ -279,9 +283,11 @@ class EngramLayer(BaseTunerLayer):
         return weight, left, right.to(weight.dtype)
 
     def _delta(self, adapter_name: str) -> torch.Tensor:
-        """`[dW | db]`, `(out, width)` or `(groups, out, width)`; of a single group in the cheapest order of products."""
+        """`[dW | db]`, `(out, width)` or `(groups, out, width)`, in the cheaper order of products."""
         weight, left, right = self._chain(adapter_name)
-        return torch.linalg.multi_dot((weight, left, right)) if self.groups == 1 else weight @ left @ right
+        if self.groups == 1:
+            return torch.linalg.multi_dot((weight, left, right))
+        return weight @ (left @ right) if 2 * left.shape[-1] > weight.shape[-1] else (weight @ left) @ right
 
     @torch.no_grad()
     def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
@@ -307,7 +313,7 @@ class EngramLayer(BaseTunerLayer):
         edited = self.kind.weight(self.get_base_layer(), total[..., : self.in_features]).to(weight.dtype).contiguous()
         if bias is None or not any(self.absorbs_bias(name) for name in adapter_names):
             return edited, None
-        return edited, total[..., self.in_features].flatten().to(bias.dtype)
+        return edited, total[..., self.in_features].flatten().to(bias.dtype).contiguous()
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -392,6 +398,11 @@ class EngramLayer(BaseTunerLayer):
     ) -> torch.Tensor:
         # a row is not an input that could be changed (patches overlap), and there are many more rows than outputs: the weight is
         # the cheaper place
+        if self.get_base_layer().weight.is_meta:
+            raise ValueError(
+                f"A `{type(self.get_base_layer()).__name__}` is edited in its weight, which is offloaded. Keep the layer on a device, "
+                "or merge the adapter."
+            )
         weight, bias = self._edited_parameters(adapter_names)
         edited = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         base = self.get_base_layer()  # inside other wrappers, if there are any
