@@ -19,6 +19,7 @@ from transformers.utils import logging
 from .collection import evaluating
 from .encoding import Item, Message, tokenize_prompt
 from .selection import unwrap
+from .weights import input_device
 
 
 logger = logging.get_logger(__name__)
@@ -151,7 +152,7 @@ class _Writer:
         padding = torch.tensor([length - len(prompt) for prompt in prompts])
         input_ids = torch.tensor([[self.pad] * (length - len(prompt)) + prompt for prompt in prompts])
         attention_mask = (torch.arange(length) >= padding[:, None]).long()
-        device = next(self.model.parameters()).device
+        device = input_device(self.model)
         written = self.model.generate(
             input_ids=input_ids.to(device), attention_mask=attention_mask.to(device), generation_config=self.config
         )

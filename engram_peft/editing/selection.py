@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from .weights import is_quantized_linear
+
 
 EDITABLE_TYPES = (nn.Linear, Conv1D)
 
@@ -39,9 +41,16 @@ class Selection:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside PEFT, `torch.compile`, DDP and DataParallel wrappers; its module names are the ones that count."""
     while True:
-        if isinstance(model, PeftModel):
-            model = model.get_base_model()
-        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+        model = without_wrappers(model)
+        if not isinstance(model, PeftModel):
+            return model
+        model = model.get_base_model()
+
+
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`, DDP and DataParallel wrappers, which may be a `PeftModel`."""
+    while True:
+        if isinstance(compiled := model._modules.get("_orig_mod"), nn.Module):
             model = compiled
         elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -68,14 +77,20 @@ def outer_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every `nn.Linear` and `Conv1D` of the unwrapped model by name; a wrapped one is represented by its wrapper."""
-    return {name: module for name, module in outer_modules(model) if isinstance(base_layer_of(module), EDITABLE_TYPES)}
+    """Every `nn.Linear`, `Conv1D` and quantised layer of the unwrapped model by name; a wrapped one is represented by its wrapper."""
+    return {name: module for name, module in outer_modules(model) if is_editable(base_layer_of(module))}
+
+
+def is_editable(base: nn.Module) -> bool:
+    """Whether the layer, inside PEFT's wrappers, can be edited."""
+    return isinstance(base, EDITABLE_TYPES) or is_quantized_linear(base)
 
 
 def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module]:
     """The layers of the unwrapped `model` that `selection` means, in the model's order.
 
-    `target_modules=None` and `"all-linear"` mean every editable layer but the output head, as in PEFT.
+    `target_modules=None` and `"all-linear"` mean every editable layer but the output head, as in PEFT; of a model that also sees or
+    hears `None` means those of its language model only, the ones that text reaches.
 
     Raises:
         `ValueError`: Nothing matches, or `layers_to_transform` lists a layer that the model does not have.
@@ -85,6 +100,9 @@ def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module
     if selection.target_modules is None or selection.target_modules == "all-linear":
         head = output_head(model)
         everything = {name for name, module in layers.items() if base_layer_of(module) is not head}
+        if selection.target_modules is None:
+            reached = set(language_model(model).modules())
+            everything = {name for name in everything if layers[name] in reached}
         selection = Selection(**{**vars(selection), "target_modules": everything})
         # exact names would bypass `layers_to_transform`: match by the last part of the name, within `everything`
         if selection.layers_to_transform not in (None, []):
@@ -110,14 +128,23 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return None if head is None else base_layer_of(head)
 
 
+def language_model(model: nn.Module) -> nn.Module:
+    """The part of a model that reads text: of a vision-language model its language model, else all of it."""
+    model = unwrap(model)
+    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+        return model
+    is_composite = model.config.get_text_config() is not model.config
+    return model.get_decoder() if is_composite else model
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's stack of layers: the longest `ModuleList` of the unwrapped model that is not part of another one.
+    """The model's stack of layers: the longest `ModuleList` of its language model that is not part of another one.
 
     Raises:
         `ValueError`: The model has none.
     """
     stacks: dict[str, nn.ModuleList] = {}
-    for name, module in unwrap(model).named_modules():
+    for name, module in language_model(model).named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in stacks)
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             stacks[name] = module
@@ -148,9 +175,9 @@ def residual_writers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def output_width(layer: nn.Module) -> int:
-    """How wide the output of an `nn.Linear` or `Conv1D` is, inside PEFT's wrappers or not."""
+    """How wide the output of a linear layer is, inside PEFT's wrappers or not."""
     base = base_layer_of(layer)
-    return base.out_features if isinstance(base, nn.Linear) else cast(Conv1D, base).nf
+    return base.nf if isinstance(base, Conv1D) else cast(int, base.out_features)
 
 
 def mlp_writers(model: nn.Module) -> dict[int, str]:
@@ -170,19 +197,19 @@ def mlp_writers(model: nn.Module) -> dict[int, str]:
 
 
 def input_width(layer: nn.Module) -> int:
-    """How wide the input of an `nn.Linear` or `Conv1D` is, inside PEFT's wrappers or not."""
+    """How wide the input of a linear layer is, inside PEFT's wrappers or not."""
     base = base_layer_of(layer)
-    return base.in_features if isinstance(base, nn.Linear) else cast(Conv1D, base).nx
+    return base.nx if isinstance(base, Conv1D) else cast(int, base.in_features)
 
 
 def check_supported(model: nn.Module, selection: Any) -> None:
     """Raises a `TypeError` if `selection` matches a module that cannot be edited."""
     for name, module in outer_modules(model):
         base = base_layer_of(module)
-        if name and check_target_module_exists(selection, name) and not isinstance(base, EDITABLE_TYPES):
+        if name and check_target_module_exists(selection, name) and not is_editable(base):
             raise TypeError(
-                f"Target module {name} is not supported. It is a `{type(base).__name__}`; only `torch.nn.Linear` and "
-                "`transformers.pytorch_utils.Conv1D` can be edited. Choose other `target_modules`."
+                f"Target module {name} is not supported. It is a `{type(base).__name__}`; only `torch.nn.Linear`, "
+                "`transformers.pytorch_utils.Conv1D` and their quantised kin can be edited. Choose other `target_modules`."
             )
 
 

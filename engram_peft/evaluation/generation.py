@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..editing.selection import unwrap
+from ..editing.weights import input_device
 
 
 @torch.inference_mode()
@@ -87,7 +88,7 @@ def _generation_config(
 def _generate(
     model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[list[int]], config: GenerationConfig
 ) -> list[str]:
-    device = next(model.parameters()).device
+    device = input_device(model)
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]  # on the left: what is written follows the prompt directly
     input_ids = torch.tensor([[config.pad_token_id] * n + ids for n, ids in zip(padding, prompts, strict=True)])

@@ -1,14 +1,16 @@
 """The ENGRAM adapter of one linear layer.
 
 The closed-form edit `W <- W - alpha f W M` is an edit of the layer's input, `y = W (x - alpha f M x)`. The adapter holds `M` as
-thin factors and never needs the weight, so the base layer may be of any precision and a tied weight stays tied.
+thin factors and never needs the weight, so the base layer may be of any precision, quantised, offloaded or sharded along its output,
+and a tied weight stays tied.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -17,7 +19,9 @@ from peft.utils.other import transpose
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from ...editing.weights import execution_device, float_weight, onloaded
 from .config import EngramConfig
+from .stored import StoredWeight, check_can_be_replaced, check_sharding, quantization_backend, replace_weight
 
 
 # Rank of an adapter whose rank is left to the data, until it is filled.
@@ -48,6 +52,9 @@ class EngramLayer(BaseTunerLayer):
           0, `A` is the identity and `B` is `M` as a whole, which is smaller than two factors of more than half its width.
         - **engram_strength** (`nn.ModuleDict`) -- `RowStrength`: the layer's factor `f`, or a strength a row.
         - **engram_scaling** (`dict[str, float]`) -- Strength of the whole adapter, `alpha * scale`.
+        - **quantization_backend** (`QuantizationBackend`, *optional*) -- PEFT's, if the base layer is quantised.
+        - **requantization_error** (`float`, *optional*) --
+            While merged into a quantised weight: how far the weight is from what it should be, as a share of the change.
     """
 
     adapter_layer_names = ("engram_A", "engram_B", "engram_strength")
@@ -71,15 +78,19 @@ class EngramLayer(BaseTunerLayer):
         self.engram_absorbs_bias: dict[str, bool] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
-        # the base layer's own Parameters while it is merged: putting them back is exact and restores ties, too
-        self._unmerged: tuple[nn.Parameter, nn.Parameter | None] | None = None
+        self._unmerged: StoredWeight | None = None  # what the base layer held before it was merged into
+        self.requantization_error: float | None = None
+        # the layers of other adapters that this one lies in, innermost last; no submodules
+        self.enclosing: tuple[BaseTunerLayer, ...] = kwargs.pop("enclosing", ())
         self.kwargs = kwargs
 
         base = self.get_base_layer()
+        self.quantization_backend = quantization_backend(base, kwargs.get("get_apply_tensor_subclass"))
+        check_sharding(base)
         if isinstance(base, Conv1D):
             self.in_features, self.out_features = base.weight.shape
-        elif isinstance(base, nn.Linear):
-            self.in_features, self.out_features = base.in_features, base.out_features
+        elif isinstance(base, nn.Linear) or self.quantization_backend is not None:
+            self.in_features, self.out_features = cast(int, base.in_features), cast(int, base.out_features)
         else:
             raise TypeError(
                 f"Target module {base} is not supported. Currently, only `torch.nn.Linear` and "
@@ -113,7 +124,8 @@ class EngramLayer(BaseTunerLayer):
             if isinstance(a, nn.Linear):
                 nn.init.normal_(a.weight, std=self.in_features**-0.5)
             nn.init.zeros_(b.weight)
-        super()._move_adapter_to_device_of_base_layer(adapter_name)  # and to its dtype, until PEFT casts to float32
+        # and to its dtype, until PEFT casts to float32
+        super()._move_adapter_to_device_of_base_layer(adapter_name, self.device)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _make_factors(self, adapter_name: str, r: int) -> None:
@@ -136,10 +148,15 @@ class EngramLayer(BaseTunerLayer):
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         # PEFT calls this after loading, and its own version casts to the dtype of the base layer: what was saved in
         # float32 stays as it is
-        device = self.get_base_layer().weight.device if device is None else device
+        device = self.device if device is None else device
         for module in self.modules_of(adapter_name):
-            if not any(parameter.is_meta for parameter in module.parameters()):
+            if device is not None and not any(parameter.is_meta for parameter in module.parameters()):
                 module.to(device)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the base layer computes; `None` if its weights are nowhere, on the meta device."""
+        return execution_device(self.get_base_layer())
 
     def fill(
         self, adapter_name: str, right: torch.Tensor | None, left: torch.Tensor, strength: float | torch.Tensor
@@ -239,15 +256,26 @@ class EngramLayer(BaseTunerLayer):
         """`W`, or `[W | b]` if the adapter absorbs the bias, unmerged: `(out_features, width)`, at least float32."""
         return self._original_matrix()[:, : self.in_features + self.absorbs_bias(adapter_name)]
 
-    def _original_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
-        base = self.get_base_layer()
-        return self._unmerged or (cast(nn.Parameter, base.weight), cast(nn.Parameter | None, base.bias))
-
     def _original_matrix(self) -> torch.Tensor:
         """`[W | b]`, or `W` where there is no bias, unmerged, at least float32."""
-        weight, bias = self._original_parameters()
-        matrix = transpose(weight.detach(), self.fan_in_fan_out).to(_wide(weight.dtype))
-        return matrix if bias is None else torch.cat([matrix, bias.detach()[:, None].to(matrix.dtype)], dim=1)
+        base = self.get_base_layer()
+        with self._original_in_place(), onloaded(base):
+            weight, bias = float_weight(base), self.base_bias()
+            matrix = weight.to(_wide(weight.dtype))
+            return matrix if bias is None else torch.cat([matrix, bias.detach()[:, None].to(matrix)], dim=1)
+
+    @contextmanager
+    def _original_in_place(self) -> Iterator[None]:
+        """The base layer as it was before it was merged into."""
+        if self._unmerged is None:
+            yield
+            return
+        merged = StoredWeight.of(self.get_base_layer())
+        self._unmerged.put_back(self)
+        try:
+            yield
+        finally:
+            merged.put_back(self)
 
     def output_factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The edit as a product in the weight's own space: `[dW | db] = up down`, `(out, r)` and `(r, width)`.
@@ -286,37 +314,70 @@ class EngramLayer(BaseTunerLayer):
         adapter_names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.engram_A]
         if not adapter_names:
             return
+        if outer := self._merged_around():
+            # PEFT's merging of the other adapter comes by here as well: unmerged the edit holds for the sum
+            warnings.warn(
+                f"The adapters {adapter_names} stay unmerged: unmerge the {outer} around them first.", stacklevel=2
+            )
+            return
+        base = self.get_base_layer()
+        check_can_be_replaced(base, self.quantization_backend)
         merged = self.merged_adapters + adapter_names
-        weight, bias = self._original_parameters()
-        total = self._original_matrix().clone()
+        original = self._original_matrix()
+        total = original.clone()
+        dtype = total.dtype if self.quantization_backend else cast(torch.Tensor, base.weight).dtype
         for name in merged:
             delta = self._delta(name)
             total[:, : delta.shape[1]] += delta
-            if safe_merge and not torch.isfinite(total.to(weight.dtype)).all():
+            if safe_merge and not torch.isfinite(total.to(dtype)).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
-        # new Parameters and not new values: another layer may hold the same Parameter
-        base = self.get_base_layer()
-        new_weight = transpose(total[:, : self.in_features], self.fan_in_fan_out).to(weight.dtype).contiguous()
-        base.weight = nn.Parameter(new_weight, requires_grad=weight.requires_grad)
-        if bias is not None and any(self.absorbs_bias(name) for name in merged):
-            new_bias = total[:, self.in_features].to(bias.dtype).contiguous()
-            base.bias = nn.Parameter(new_bias, requires_grad=bias.requires_grad)
-        self._unmerged = (weight, bias)
+        before = StoredWeight.of(base)
+        try:
+            with onloaded(base, write=True):
+                self._write(total, original, any(self.absorbs_bias(name) for name in merged))
+        except BaseException:
+            before.put_back(self)
+            raise
+        self._unmerged = self._unmerged or before
         self.merged_adapters = merged
+
+    def _merged_around(self) -> str:
+        """What is merged into the same weight by an adapter of another kind; empty if nothing is."""
+        return next(
+            (
+                f"{type(layer).__module__.split('.')[-2]}.{type(layer).__name__}"
+                for layer in self.enclosing
+                if layer.merged
+            ),
+            "",
+        )
+
+    def _write(self, total: torch.Tensor, original: torch.Tensor, with_bias: bool) -> None:
+        """Gives the base layer new Parameters, and not new values: another layer may hold the same ones."""
+        weight, bias = total[:, : self.in_features], self.base_bias()
+        if self.quantization_backend is None:
+            base = self.get_base_layer()
+            old = cast(nn.Parameter, base.weight)
+            new = transpose(weight, self.fan_in_fan_out).to(old.dtype).contiguous()
+            base.weight = nn.Parameter(new, requires_grad=old.requires_grad)
+        else:
+            stored = replace_weight(self, weight)
+            change = (weight - original[:, : self.in_features]).norm()
+            self.requantization_error = float((stored.to(weight) - weight).norm() / change.clamp_min(1e-30))
+        if bias is not None and with_bias:
+            new_bias = total[:, self.in_features].to(bias.dtype).contiguous()
+            self.get_base_layer().bias = nn.Parameter(new_bias, requires_grad=bias.requires_grad)
 
     def unmerge(self) -> None:
         """Puts the base layer's own weight and bias back, to the bit."""
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
+        if outer := self._merged_around():
+            raise ValueError(f"Cannot unmerge: {outer} is merged into the weight as well, later. Unmerge that first.")
         assert self._unmerged is not None
-        base = self.get_base_layer()
-        for name, original in zip(("weight", "bias"), self._unmerged, strict=True):
-            if original is not None:
-                # the model may have been moved or cast in the meantime
-                original.data = original.data.to(getattr(base, name))
-                setattr(base, name, original)
-        self._unmerged = None
+        self._unmerged.put_back(self)
+        self._unmerged = self.requantization_error = None
         self.merged_adapters = []
 
     # ---------------------------------------------------------------------------------------------- forward
@@ -391,8 +452,10 @@ class Linear(nn.Module, EngramLayer):
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r=r, requested_rank=requested_rank, alpha=alpha, config=config)
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         adapter_names = kwargs.pop("adapter_names", None)
+        # what the layer calls its input: `input` in `nn.Linear`, `x` elsewhere
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("input" if "input" in kwargs else "x"), ())
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()
