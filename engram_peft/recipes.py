@@ -5,25 +5,27 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, cast
 
 from peft import PeftModel, get_peft_model
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .editing.collection import collect_statistics
 from .editing.encoding import Item, tokenize_item
 from .editing.extraction import ExtractionReport, extract_engram, resolve_filter
-from .editing.item_edit import ItemOptions, ItemReport, extract_items
+from .editing.item_edit import ItemOptions, ItemReport, check_reads_on, extract_items
 from .editing.items import Forget, item_texts
 from .editing.sampling import sample_texts
 from .editing.scaling import resolve_scaling
-from .editing.selection import Selection, mlp_writers
+from .editing.selection import Selection, mlp_writers, unwrap, without_wrappers
 from .editing.spectrum import InverseOptions
 from .editing.statistics import Statistics, merge_statistics
 from .editing.tuning import tune_alpha
-from .tuners.engram import EngramConfig
+from .tuners.engram import EngramConfig, EngramModel
 
 
 # How many texts are sampled where there is nothing to keep at hand.
@@ -50,7 +52,9 @@ def unlearn(
 
     Args:
         model (`PreTrainedModel` or `PeftModel`):
-            The model. One that already has ENGRAM adapters gets another one beside those that are active.
+            The model. One that already has ENGRAM adapters gets another one beside those that are active; one with adapters of
+            another kind (LoRA) keeps them, and its own layers are edited. Wrappers (`torch.compile`, DDP, DataParallel) are looked
+            through: wrap what is returned.
         tokenizer (`PreTrainedTokenizerBase`): Its tokenizer.
         forget (`Sequence` or `Mapping`):
             What to forget: `str`, `(prompt, answer)` pairs (the answers are forgotten) or chat messages (the last one is), or a
@@ -77,7 +81,9 @@ def unlearn(
 
     Raises:
         `ValueError`: Bad input, before work starts; or the extraction failed. The model is then as it was.
+        `TypeError`: The method cannot edit this kind of model.
     """
+    model = without_wrappers(model)
     config = copy.deepcopy(config) if config is not None else EngramConfig(task_type="CAUSAL_LM")
     _check_call(model, config, forget, retain, alpha, adapter_name, extraction)
     if isinstance(alpha, int | float):
@@ -90,8 +96,13 @@ def unlearn(
         # before there is an adapter: nothing has to be undone if this fails
         statistics = _collect_all(model, tokenizer, forget, kept, config, extraction, sizes)
 
-    is_first = not isinstance(model, PeftModel)
-    peft_model = cast(PeftModel, get_peft_model(model, config, adapter_name=adapter_name) if is_first else model)
+    is_first = not _has_engram(model)
+    if is_first:
+        with warnings.catch_warnings():
+            # adapters of another kind stay, as they should
+            warnings.filterwarnings("ignore", message=".*modify a model with PEFT for a second time")
+            model = get_peft_model(unwrap(model), config, adapter_name=adapter_name)
+    peft_model = cast(PeftModel, model)
     tuner = peft_model.base_model
     active = [] if is_first else list(peft_model.active_adapters)
     if not is_first:
@@ -118,6 +129,10 @@ def unlearn(
     return peft_model
 
 
+def _has_engram(model: nn.Module) -> bool:
+    return isinstance(model, PeftModel) and isinstance(model.base_model, EngramModel)
+
+
 def _check_call(
     model: PreTrainedModel | PeftModel,
     config: EngramConfig,
@@ -137,13 +152,16 @@ def _check_call(
         raise ValueError(f"`alpha` must be a number or 'auto', got {alpha!r}.")
     if isinstance(alpha, int | float) and not math.isfinite(alpha):
         raise ValueError(f"`alpha` should be a finite number, the value passed is {alpha}.")
+    if config.method == "items":
+        check_reads_on(model)
     if not isinstance(model, PeftModel):
         return
-    if adapter_name in model.peft_config:
+    if _has_engram(model) and adapter_name in model.peft_config:
         raise ValueError(f"Adapter with name '{adapter_name}' already exists. Choose another `adapter_name`.")
-    if model.peft_type != config.peft_type:
+    if model.active_peft_config.is_prompt_learning:
         raise ValueError(
-            f"Cannot combine adapters with different peft types. Found {model.peft_type} and {config.peft_type}."
+            f"The model has a learned prompt ({model.peft_type.value}), which an edit of its layers would be made without. Pass the "
+            "model inside: `model.get_base_model()`."
         )
 
 

@@ -2,6 +2,9 @@
 
 Forward pre-hooks see the input of every selected layer. Layers that are handed the same tensor share one moment from the
 first batch on; that they still do is checked in every batch. The output head is not run: its input is the body's output.
+
+An encoder-decoder model has two sequences, each with a mask of its own. Layers of the encoder, and those of the decoder that are
+handed what the encoder made (the keys and values of cross-attention), have the encoder's rows; all others have the decoder's.
 """
 
 from __future__ import annotations
@@ -9,23 +12,43 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .encoding import Batch, Item, batches, encode_items, tokenizer_fingerprint
+from .encoding import Batch, Item, batches, encode_items, encode_pairs, pair_batches, tokenizer_fingerprint
 from .kinds import LayerKind, kind_of
 from .selection import Selection, base_layer_of, editable_layers, output_head, select_layers, unwrap
 from .statistics import Moment, Provenance, Statistics
+from .weights import input_device
 
 
-MaskFn = Callable[[Any], torch.Tensor]
+@dataclass(frozen=True)
+class RowMask:
+    """Which hidden states are rows, `(batch, length)` bool; `None` means all of them.
+
+    `encoder` is the mask of an encoder-decoder model's encoder, `rows` then that of its decoder.
+    """
+
+    rows: torch.Tensor | None = None
+    encoder: torch.Tensor | None = None
+
+    @property
+    def selected(self) -> int:
+        """How many rows it selects; 1 if that is not known."""
+        return 1 if self.rows is None else int(self.rows.sum())
+
+
+MaskFn = Callable[[Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
 
 
 def collect_statistics(
@@ -51,12 +74,13 @@ def collect_statistics(
             an ENGRAM adapter that was not filled yet is an identity.
         data (`Sequence` or `DataLoader`):
             With a `tokenizer`: a sequence of `str`, `(prompt, answer)` pairs or chat messages, mixed at will, or a
-            `datasets.Dataset`. Without: an iterable of batches (tensors of token ids, or dictionaries of model inputs).
+            `datasets.Dataset`. An encoder-decoder model reads the prompt and writes the answer; a plain text is both. Without: an iterable of batches (tensors of token ids, or dictionaries of model inputs).
         tokenizer (`PreTrainedTokenizerBase`, *optional*): Tokenizer for texts.
         mask_fn (`Callable`, *optional*):
             For batches: maps a batch to a boolean tensor, one entry a token, that is `True` where the hidden state is a row.
             By default the tokens whose label is not -100, else those of the attention mask, else all. Where the inputs are no
-            tokens, as in images, an entry a sample: it holds for every position of the sample.
+            tokens, as in images, an entry a sample: it holds for every position of the sample. For an encoder-decoder model it
+            returns two, the encoder's and the decoder's.
         token_position (`str`):
             For texts: `"answer"` (rows at the tokens that count), `"predict"` (the rows one earlier) or `"subject"` (the one row
             at the last token of what is asked about: see `subjects.subject_positions`).
@@ -75,20 +99,18 @@ def collect_statistics(
 
     Raises:
         `ValueError`: No layer matches; a mask is not boolean, has another shape than the ids, or is empty everywhere; a layer
-            is never fed; an activation is NaN or infinite (the message names the layer); the data is empty.
+            is never fed; an activation is NaN or infinite (the message names the layer); the data is empty; the weights are on the
+            meta device.
         `TypeError`: A matching module cannot be edited, or the data is of another kind.
     """
     base = unwrap(model)
-    if getattr(getattr(base, "config", None), "is_encoder_decoder", False):
-        raise TypeError(
-            f"{type(base).__name__} is an encoder-decoder model, which `collect_statistics` does not support."
-        )
+    encoder = encoder_of(base)
     selection = Selection(target_modules, exclude_modules, layers_to_transform, layers_pattern)
     layers = _engram_layers(base) if selection == Selection() else {}
     layers = layers or select_layers(base, selection)
-    stream = _Stream(data, tokenizer, mask_fn, token_position, batch_size, max_length)
+    stream = _Stream(data, tokenizer, mask_fn, token_position, batch_size, max_length, encoder is not None)
 
-    collector = Collector(layers, device)
+    collector = Collector(layers, device, encoder=encoder)
     # a caller's inference mode would hide in-place changes from us
     with torch.inference_mode(False), torch.no_grad(), evaluating(base), collector:
         run = BodyRunner(base, layers, collector)
@@ -102,16 +124,35 @@ def collect_statistics(
 
 
 def _engram_layers(base: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in editable_layers(base).items() if hasattr(module, "engram_A")}
+    return {name: module for name, module in editable_layers(base).items() if _has_engram(module)}
+
+
+def _has_engram(module: nn.Module) -> bool:
+    """Whether one of PEFT's wrappers around a layer is of an ENGRAM adapter."""
+    inner = getattr(module, "base_layer", None)
+    return hasattr(module, "engram_A") or (isinstance(inner, nn.Module) and _has_engram(inner))
+
+
+def encoder_of(model: nn.Module) -> nn.Module | None:
+    """The encoder of an encoder-decoder model, `None` for any other model."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    return cast(PreTrainedModel, model).get_encoder()
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode for the time being; afterwards every module is in the mode it was in."""
+    """Evaluation mode for the time being, and nothing compiled; afterwards every module is in the mode it was in.
+
+    What `torch.compile` made of a model before does not call hooks that were added since.
+    """
     training = [module for module in model.modules() if module.training]
+    # nothing can have been compiled before this module was imported, which takes seconds
+    is_compiled = "torch._dynamo" in sys.modules
     model.eval()
     try:
-        yield
+        with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+            yield
     finally:
         for module in training:
             module.training = True
@@ -128,12 +169,13 @@ class _Stream:
         token_position: str,
         batch_size: int,
         max_length: int,
+        has_encoder: bool,
     ) -> None:
         self.data, self.mask_fn, self.token_position = data, mask_fn, token_position
-        self.tokenizer, self.batch_size = tokenizer, batch_size
+        self.tokenizer, self.batch_size, self.has_encoder = tokenizer, batch_size, has_encoder
         self.texts = self.selected = 0
         self.rules: set[str] = set()
-        self.encoded = None
+        self.encoded: list[Any] | None = None
         if isinstance(data, str):
             raise TypeError("`data` is a single string. Pass a list of texts.")
         if tokenizer is not None:
@@ -141,7 +183,8 @@ class _Stream:
                 raise ValueError(
                     "`mask_fn` is for batches; with a `tokenizer` the items themselves say which tokens count."
                 )
-            self.encoded = encode_items(tokenizer, data, max_length, token_position)
+            encode: Callable[..., list[Any]] = encode_pairs if has_encoder else encode_items
+            self.encoded = encode(tokenizer, data, max_length, token_position)
             if not self.encoded:
                 raise ValueError("`data` is empty.")
         elif isinstance(data, Sequence) and data and isinstance(data[0], str | tuple):
@@ -152,33 +195,71 @@ class _Stream:
             return -(-len(self.encoded) // self.batch_size)
         return len(self.data) if hasattr(self.data, "__len__") else 0
 
-    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor | None]]:
+    def __iter__(self) -> Iterator[tuple[Any, RowMask]]:
         for inputs, mask, rule in self._text_batches() if self.encoded is not None else self._loader_batches():
             self.rules.add(rule)
             self.texts += len(_ids_of(inputs))
-            self.selected += int(mask.sum()) if mask is not None else 1
+            self.selected += mask.selected
             yield inputs, mask
 
-    def _text_batches(self) -> Iterator[tuple[Any, torch.Tensor, str]]:
+    def _text_batches(self) -> Iterator[tuple[Any, RowMask, str]]:
         assert self.encoded is not None and self.tokenizer is not None
-        for batch in batches(self.encoded, self.batch_size, self.tokenizer.pad_token_id):
+        pad = self.tokenizer.pad_token_id
+        if self.has_encoder:
+            for read, written in pair_batches(self.encoded, self.batch_size, pad):
+                inputs = {
+                    "input_ids": read.input_ids,
+                    "attention_mask": read.attention_mask,
+                    "labels": written.input_ids,
+                    "decoder_attention_mask": written.attention_mask,
+                }
+                yield inputs, RowMask(written.mask, read.mask), self.token_position
+            return
+        for batch in batches(self.encoded, self.batch_size, pad):
             inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
-            yield inputs, batch.mask, self.token_position
+            yield inputs, RowMask(batch.mask), self.token_position
 
-    def _loader_batches(self) -> Iterator[tuple[Any, torch.Tensor | None, str]]:
+    def _loader_batches(self) -> Iterator[tuple[Any, RowMask, str]]:
         for batch in self.data:
             if not isinstance(batch, Mapping | torch.Tensor):
                 raise TypeError(
                     f"A batch is a {type(batch).__name__}; expected a tensor of token ids or a dictionary of inputs."
                 )
-            if self.mask_fn is not None:
-                yield batch, _checked_mask(self.mask_fn(batch), batch), "mask_fn"
-            elif isinstance(batch, Mapping) and batch.get("labels") is not None:
-                yield batch, _checked_mask(batch["labels"] != -100, batch), "labels"
-            elif isinstance(batch, Mapping) and batch.get("attention_mask") is not None:
-                yield batch, _checked_mask(batch["attention_mask"].bool(), batch), "attention_mask"
-            else:
-                yield batch, None, "all"
+            yield batch, *(self._sided_mask(batch) if self.has_encoder else self._mask(batch))
+
+    def _mask(self, batch: Any) -> tuple[RowMask, str]:
+        if self.mask_fn is not None:
+            return RowMask(_checked_mask(self.mask_fn(batch), batch)), "mask_fn"
+        if isinstance(batch, Mapping) and batch.get("labels") is not None:
+            return RowMask(_checked_mask(batch["labels"] != -100, batch)), "labels"
+        if isinstance(batch, Mapping) and batch.get("attention_mask") is not None:
+            return RowMask(_checked_mask(batch["attention_mask"].bool(), batch)), "attention_mask"
+        return RowMask(), "all"
+
+    def _sided_mask(self, batch: Any) -> tuple[RowMask, str]:
+        """The masks of the encoder's and of the decoder's sequence."""
+        written = None
+        if isinstance(batch, Mapping):
+            written = next((batch[n] for n in ("decoder_input_ids", "labels") if batch.get(n) is not None), None)
+        if written is None:
+            raise ValueError(
+                "A batch for an encoder-decoder model must be a dictionary with `labels` or `decoder_input_ids`, or else its decoder "
+                "has nothing to read."
+            )
+        if self.mask_fn is not None:
+            masks = self.mask_fn(batch)
+            if not isinstance(masks, tuple) or len(masks) != 2:
+                raise ValueError(
+                    "`mask_fn` must return two masks for an encoder-decoder model: the encoder's and the decoder's."
+                )
+            return RowMask(_checked_mask(masks[1], written), _checked_mask(masks[0], batch)), "mask_fn"
+        read = batch.get("attention_mask")
+        encoder = None if read is None else _checked_mask(read.bool(), batch)
+        if batch.get("labels") is not None:
+            return RowMask(_checked_mask(batch["labels"] != -100, written), encoder), "labels"
+        if batch.get("decoder_attention_mask") is not None:
+            return RowMask(_checked_mask(batch["decoder_attention_mask"].bool(), written), encoder), "attention_mask"
+        return RowMask(None, encoder), "all"
 
     def provenance(self, model: nn.Module) -> Provenance:
         config = getattr(model, "config", None)
@@ -251,14 +332,14 @@ class BodyRunner:
     def __init__(self, model: nn.Module, layers: dict[str, nn.Module], collector: Collector) -> None:
         self.model, self.body, self.collector = model, model, collector
         self.head: nn.Module | None = None
-        self._device = next((p.device for p in model.parameters() if p.device.type != "meta"), None)
-        if self._device is None:
-            raise ValueError("The model's weights are on the meta device. Load them before collecting statistics.")
-        if isinstance(model, PreTrainedModel) and model.base_model is not model:
+        self._device = input_device(model)
+        self._has_encoder = encoder_of(model) is not None
+        is_whole = isinstance(model, FSDPModule)  # whose weights are gathered by the outermost module alone
+        if isinstance(model, PreTrainedModel) and model.base_model is not model and not is_whole:
             prefix = model.base_model_prefix + "."
             head = output_head(model)
             outside = [module for name, module in layers.items() if not name.startswith(prefix)]
-            if all(base_layer_of(module) is head for module in outside):
+            if all(base_layer_of(module) is head for module in outside) and not (outside and self._has_encoder):
                 self.body = model.base_model
                 self.head = outside[0] if outside else None
         accepted = inspect.signature(self.body.forward).parameters
@@ -267,7 +348,7 @@ class BodyRunner:
 
     def batch(self, batch: Batch) -> None:
         """Runs a batch of texts, whose mask says which rows go to the sinks."""
-        self.collector.start_batch(batch.mask)
+        self.collector.start_batch(RowMask(batch.mask))
         self({"input_ids": batch.input_ids, "attention_mask": batch.attention_mask})
         self.collector.end_batch()
 
@@ -280,6 +361,9 @@ class BodyRunner:
                 return
             inputs = named
         _check_padding_is_masked(inputs, getattr(self.model, "config", None))
+        if self._has_encoder and inputs.get("decoder_input_ids") is None and inputs.get("labels") is not None:
+            shift = cast(Any, self.model).prepare_decoder_input_ids_from_labels
+            inputs = {**inputs, "decoder_input_ids": shift(labels=inputs["labels"])}
         kept = {
             name: value.to(self._device) if isinstance(value, torch.Tensor) else value
             for name, value in inputs.items()
@@ -387,14 +471,19 @@ class Collector:
     """Forward pre-hooks on the selected layers, and the sinks that they feed."""
 
     def __init__(
-        self, layers: dict[str, nn.Module], device: str | torch.device | None, sink: Callable[..., Any] = Moment
+        self,
+        layers: dict[str, nn.Module],
+        device: str | torch.device | None,
+        sink: Callable[..., Any] = Moment,
+        encoder: nn.Module | None = None,
     ) -> None:
-        self.layers, self.device, self.sink = layers, device, sink
+        self.layers, self.device, self.sink, self.encoder = layers, device, sink, encoder
+        self.in_encoder = set() if encoder is None else set(encoder.modules())
+        self.encoded: torch.Tensor | None = None  # what the encoder made in this batch
         self.names = {module: name for name, module in layers.items()}
         self.group_of: dict[str, _Group] = {}
         self.handles: list[Any] = []
-        self.mask: torch.Tensor | None = None
-        self.mask_is_full = True
+        self.mask = RowMask()
         self.first_batch = True
         self.listening = True
         # first batch: the group of every tensor seen in it, and of every way to make rows of it
@@ -403,6 +492,8 @@ class Collector:
     def __enter__(self) -> Collector:
         for module in self.layers.values():
             self.handles.append(module.register_forward_pre_hook(self._hook, with_kwargs=True))
+        if self.encoder is not None:
+            self.handles.append(self.encoder.register_forward_hook(self._see_encoded))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -421,10 +512,14 @@ class Collector:
         if self.listening:
             self.see(module, args[0] if args else next(iter(kwargs.values())))
 
-    def start_batch(self, mask: torch.Tensor | None) -> None:
-        self.mask, self.mask_is_full = mask, mask is None or bool(mask.all())
+    def _see_encoded(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.encoded = output[0]
+
+    def start_batch(self, mask: RowMask) -> None:
+        self.mask = mask
 
     def end_batch(self) -> None:
+        self.encoded = None
         for group in set(self.group_of.values()):
             if group.tensor is not None:
                 for name in set(group.members) - group.arrived:  # left out of this pass: it has none of its rows
@@ -497,11 +592,14 @@ class Collector:
         of_a_row = 0 if kind.one_hot else 1 if groups == 1 else 2  # dimensions
         positions, row = rows.shape[: rows.dim() - of_a_row], rows.shape[rows.dim() - of_a_row :]
         rows = rows.reshape(-1, *row)
-        if self.mask is not None and (mask := self._mask_of_rows(name, positions, self.mask)) is not None:
-            rows = rows[mask.to(rows.device)]
+        mask = self._mask_of(module, x)
+        is_full = mask is None or bool(mask.all())
+        if mask is not None:
+            chosen = _mask_of_rows(name, positions, mask, is_full)
+            rows = rows if is_full else rows[chosen.to(rows.device)]
         device = rows.device if self.device is None else torch.device(self.device)
         # siblings may change the tensor in place before the last of them has come
-        copy = self.mask_is_full and len(self.group_of[name].members) > 1
+        copy = is_full and len(self.group_of[name].members) > 1
         if kind.one_hot:
             return rows.to(device, torch.int64, copy=copy)
         rows = rows.to(torch.float32, copy=copy).to(device)
@@ -511,18 +609,16 @@ class Collector:
             rows = torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
         return rows
 
-    def _mask_of_rows(self, name: str, positions: torch.Size, mask: torch.Tensor) -> torch.Tensor | None:
-        """The mask as one entry a row, flat; `None` if it selects all of them."""
-        if mask.dim() == 1 and (self.mask_is_full or len(mask) == positions[0]):
-            # an entry a sample, which may have any number of positions
-            return None if self.mask_is_full else mask.repeat_interleave(positions[1:].numel())
-        if mask.numel() != positions.numel():
-            entry = "sample" if mask.dim() == 1 else "token"
-            raise ValueError(
-                f"The input of {name} has {positions.numel()} rows, the mask has {mask.numel()} entries: the layer does not "
-                f"see one row a {entry}. Leave it out with `exclude_modules`."
-            )
-        return None if self.mask_is_full else mask.flatten()
+    def _mask_of(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        if self.encoder is None or self._is_encoded(module, x):
+            return self.mask.rows if self.encoder is None else self.mask.encoder
+        return self.mask.rows
+
+    def _is_encoded(self, module: nn.Module, x: torch.Tensor) -> bool:
+        """Whether `x` is on the encoder's side."""
+        if module in self.in_encoder or self.encoded is None:
+            return module in self.in_encoder
+        return x is self.encoded or (x.shape == self.encoded.shape and torch.equal(x, self.encoded.to(x)))
 
     def check_fed(self, selected: int) -> None:
         if selected == 0:
@@ -533,6 +629,21 @@ class Collector:
 
     def sinks(self) -> dict[str, Any]:
         return {name: self.group_of[name].sink for name in self.layers}
+
+
+def _mask_of_rows(name: str, positions: torch.Size, mask: torch.Tensor, is_full: bool) -> torch.Tensor:
+    """The mask as one entry a row, flat."""
+    if mask.dim() == 1 and (is_full or len(mask) == positions[0]):
+        return mask.repeat_interleave(
+            positions[1:].numel()
+        )  # an entry a sample, which may have any number of positions
+    if mask.numel() != positions.numel():
+        entry = "sample" if mask.dim() == 1 else "token"
+        raise ValueError(
+            f"The input of {name} has {positions.numel()} rows, the mask has {mask.numel()} entries: the layer does not "
+            f"see one row a {entry}. Leave it out with `exclude_modules`."
+        )
+    return mask.flatten()
 
 
 def _known_kind(layer: nn.Module) -> LayerKind:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from .selection import unwrap
+from .weights import input_device
 
 
 # What is not set comes from the model's own configuration, penalties included. Plain decoding has none of them.
@@ -40,7 +41,7 @@ def written_texts(
         config (`GenerationConfig`): How to decode; it names a `pad_token_id`.
         stops (`Collection[int]`): Token ids that end a text.
     """
-    device = next(model.parameters()).device
+    device = input_device(model)
     length = max(len(prompt) for prompt in prompts)
     padding = [length - len(prompt) for prompt in prompts]  # on the left: what is written follows the prompt directly
     input_ids = torch.tensor([[config.pad_token_id] * n + ids for n, ids in zip(padding, prompts, strict=True)])

@@ -78,6 +78,53 @@ def encode_items(
     return [_encode(tokens, f"Item {i}", token_position) for i, tokens in enumerate(texts)]
 
 
+@dataclass(frozen=True)
+class EncodedPair:
+    """A text for an encoder-decoder model: what the encoder reads, and the labels that the decoder learns to write.
+
+    Every row of the encoder counts; `decoder.mask` says which of the decoder's do.
+    """
+
+    encoder: EncodedItem
+    decoder: EncodedItem
+
+
+def encode_pairs(
+    tokenizer: PreTrainedTokenizerBase, items: Sequence[Item], max_length: int, token_position: str
+) -> list[EncodedPair]:
+    """Encodes every item for an encoder-decoder model: it reads the prompt and writes the answer; a plain text is both.
+
+    Args:
+        tokenizer (`PreTrainedTokenizerBase`): Its special tokens are added on both sides.
+        items (`Sequence`): The texts.
+        max_length (`int`): Longer prompts and answers are cut on the right.
+        token_position (`str`):
+            `"answer"` takes the decoder's rows that are handed a token of the answer, `"predict"` all, each of which predicts one.
+
+    Raises:
+        `ValueError`: An item is empty, or `token_position` is another.
+        `TypeError`: An item is of another kind.
+    """
+    if token_position not in ("answer", "predict"):
+        raise ValueError(
+            f"`token_position` must be 'answer' or 'predict' for an encoder-decoder model, got {token_position!r}."
+        )
+    pairs = []
+    for i, item in enumerate(items):
+        prompt, answer = _prompt_and_answer(tokenizer, item, f"Item {i}")
+        if not answer.strip():
+            raise ValueError(f"Item {i} is empty: it has no {'text' if prompt is None else 'answer'}.")
+        read = tokenizer(answer if prompt is None else prompt)["input_ids"][:max_length]
+        written = tokenizer(text_target=answer)["input_ids"][:max_length]
+        counts = [token_position == "predict" or position > 0 for position in range(len(written))]
+        if not any(counts):
+            raise ValueError(
+                f"Item {i} has an answer of a single token, which the decoder is never handed. Use 'predict'."
+            )
+        pairs.append(EncodedPair(EncodedItem(read, [True] * len(read)), EncodedItem(written, counts)))
+    return pairs
+
+
 def _encode(tokens: TokenizedItem, where: str, token_position: str) -> EncodedItem:
     counts = [i >= tokens.start for i in range(len(tokens.input_ids))]
     if token_position == "predict":
@@ -222,25 +269,44 @@ def _render_chat(
 
 def batches(encoded: Sequence[EncodedItem], batch_size: int, pad_token_id: int | None) -> Iterator[Batch]:
     """Batches of similar length. Padding is hidden by the attention mask, so any id will do for it."""
+    pad_token_id = _pad_token(pad_token_id)
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].input_ids))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        yield _batch([encoded[i] for i in chosen], pad_token_id, chosen)
+
+
+def pair_batches(
+    encoded: Sequence[EncodedPair], batch_size: int, pad_token_id: int | None
+) -> Iterator[tuple[Batch, Batch]]:
+    """Batches for an encoder-decoder model, of similar length: what the encoder reads, and the labels with -100 for padding."""
+    pad_token_id = _pad_token(pad_token_id)
+    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].encoder.input_ids))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        read = _batch([encoded[i].encoder for i in chosen], pad_token_id, chosen)
+        yield read, _batch([encoded[i].decoder for i in chosen], -100, chosen)
+
+
+def _pad_token(pad_token_id: int | None) -> int:
     if pad_token_id is None:
         logger.warning_once(
             "The tokenizer has no pad token; texts are padded with token 0, hidden by the attention mask."
         )
-        pad_token_id = 0
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].input_ids))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        items = [encoded[i] for i in chosen]
-        lengths = torch.tensor([len(item.input_ids) for item in items])
-        shape = (len(items), int(lengths.max()))
-        input_ids = torch.full(shape, pad_token_id)
-        mask = torch.zeros(shape, dtype=torch.bool)
-        for row, item in enumerate(items):
-            input_ids[row, : len(item.input_ids)] = torch.tensor(item.input_ids)
-            mask[row, : len(item.mask)] = torch.tensor(item.mask)
-        # from the lengths, never from `input_ids != pad`: the pad token is often one that texts contain
-        attention_mask = (torch.arange(shape[1]) < lengths[:, None]).long()
-        yield Batch(input_ids, attention_mask, mask, chosen)
+    return pad_token_id or 0
+
+
+def _batch(items: Sequence[EncodedItem], pad_token_id: int, chosen: list[int]) -> Batch:
+    lengths = torch.tensor([len(item.input_ids) for item in items])
+    shape = (len(items), int(lengths.max()))
+    input_ids = torch.full(shape, pad_token_id)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for row, item in enumerate(items):
+        input_ids[row, : len(item.input_ids)] = torch.tensor(item.input_ids)
+        mask[row, : len(item.mask)] = torch.tensor(item.mask)
+    # from the lengths, never from `input_ids != pad`: the pad token is often one that texts contain
+    attention_mask = (torch.arange(shape[1]) < lengths[:, None]).long()
+    return Batch(input_ids, attention_mask, mask, chosen)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

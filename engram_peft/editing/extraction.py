@@ -24,7 +24,7 @@ from transformers.utils import logging
 from .blocks import Blocks, solve_blocks
 from .collection import model_fingerprint
 from .scaling import Scaling, resolve_scaling
-from .selection import unwrap
+from .selection import unwrap, without_wrappers
 from .spectrum import (
     FLOAT32_EPSILON,
     CholeskyInverse,
@@ -318,8 +318,9 @@ def adapter_layers(model: PeftModel, adapter_name: str) -> tuple[Any, dict[str, 
     Raises:
         `ValueError`: There is no such adapter, or adapters are merged.
     """
-    config = getattr(model, "peft_config", {}).get(adapter_name)
-    layers = {n: m for n, m in unwrap(model).named_modules() if adapter_name in getattr(m, "engram_A", ())}
+    tuner: Any = getattr(without_wrappers(model), "base_model", None)
+    layers = tuner.engram_layers(adapter_name) if hasattr(tuner, "engram_layers") else {}
+    config = tuner.peft_config.get(adapter_name) if layers else None
     if config is None or not layers:
         raise ValueError(
             f"The model has no ENGRAM adapter {adapter_name!r}. Add one with `get_peft_model(model, EngramConfig(...))` or "
@@ -750,7 +751,7 @@ def _groups(
     for name, layer in layers.items():
         width = layer.in_features + layer.absorbs_bias(adapter_name)
         protected = None if constraint is None else id(constraint.statistics.moments[name])
-        device = layer.get_base_layer().weight.device
+        device = layer.device
         key = (id(target.moments[name]), id(total.moments[name]), protected, width, device)
         names.setdefault(key, []).append(name)
     for (*_, width, device), group in names.items():

@@ -26,16 +26,17 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .collection import library_version
+from .collection import encoder_of, library_version
 from .encoding import Item, TokenizedItem, tokenize_item
 from .extraction import adapter_layers, balanced_factors
 from .item_rows import ItemRows, collect_item_rows
 from .items import Forget, ForgetText, first_token, forget_items, scored_tokens, without_prompt
 from .readout import Directions, readout_directions
-from .selection import residual_writers
+from .selection import residual_writers, unwrap
 from .spectrum import FLOAT32_EPSILON, ridge_inverse
 from .tuning import LARGEST_STRENGTH, SETTLED, ItemOutcome, ItemScores, item_scores, tune_strengths
 
@@ -191,8 +192,10 @@ def extract_items(
 
     Raises:
         `ValueError`: Bad input; the adapter does not exist, is merged or inactive.
+        `TypeError`: The model is an encoder-decoder.
     """
     chosen = ItemOptions(**options)
+    check_reads_on(model)
     config, layers = adapter_layers(model, adapter_name)
     for name, layer in layers.items():
         if not layer.kind.rows_are_input:
@@ -276,6 +279,16 @@ def _as_if_alpha_were_one(layers: dict[str, Any], adapter_name: str) -> Iterator
     finally:
         for name, layer in layers.items():
             layer.engram_scaling[adapter_name] = scaling[name]
+
+
+def check_reads_on(model: nn.Module) -> None:
+    """Raises a `TypeError` for a model that does not write on where it reads: the rows of an item are those of one sequence."""
+    base = unwrap(model)
+    if encoder_of(base) is not None:
+        raise TypeError(
+            f"{type(base).__name__} is an encoder-decoder model: forgetting item by item needs one that reads and writes in a single "
+            "sequence. Use `EngramConfig.paper(...)`, whose method needs the layers' inputs only."
+        )
 
 
 def _fill(
@@ -432,7 +445,7 @@ def item_factors(
     groups: dict[tuple[int, int, torch.device], list[str]] = {}
     for name, layer in layers.items():
         width = layer.in_features + layer.absorbs_bias(adapter_name)
-        groups.setdefault((id(rows[name]), width, layer.get_base_layer().weight.device), []).append(name)
+        groups.setdefault((id(rows[name]), width, layer.device), []).append(name)
     factors = {}
     for (_, width, device), names in logging.tqdm(groups.items(), desc="Extracting"):
         own = rows[names[0]]

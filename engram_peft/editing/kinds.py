@@ -15,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from .weights import is_quantized_linear
+
 
 class LayerKind:
     """How to read a layer that computes `y = W x + b` of every row `x`, which may be any function of its input.
@@ -181,7 +183,7 @@ def kind_of(layer: nn.Module) -> LayerKind | None:
     for layer_type in type(layer).__mro__:
         if kind := _KINDS.get(layer_type):
             return kind if kind.covers(layer, layer_type) else None
-    return None
+    return _KINDS[nn.Linear] if is_quantized_linear(layer) else None
 
 
 def is_linear(layer: nn.Module) -> bool:

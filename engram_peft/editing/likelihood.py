@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .selection import unwrap
+from .weights import input_device
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def token_likelihoods(
     Returns:
         `list[Likelihood]`: In the order of `sequences`, on the CPU.
     """
-    device = next(model.parameters()).device
+    device = input_device(model)
     keeps_logits = "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters
     results: list[Likelihood | None] = [None] * len(sequences)
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]))

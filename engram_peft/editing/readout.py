@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from .collection import evaluating
 from .encoding import EncodedItem, batches
 from .items import ForgetText
 from .selection import base_layer_of, decoder_layers, output_head, unwrap
+from .weights import float_weight, input_device
 
 
 @dataclass
@@ -68,7 +69,7 @@ def readout_directions(
     norm = _final_norm(base, head)
     if norm is None:
         return None
-    embedding = cast(torch.Tensor, head.weight).detach()
+    embedding = float_weight(head)
     mean = embedding.double().mean(0)
     gain, centres = _gain(norm, embedding)
     hidden = _hidden_states(base, norm, texts, batch_size, pad_token_id)
@@ -105,7 +106,7 @@ def _final_norm(model: nn.Module, head: nn.Module) -> nn.Module | None:
     handles.append(readers[0].register_forward_pre_hook(lambda module, args: inputs.append(args[0])))
     try:
         with torch.inference_mode(False), evaluating(model):
-            model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device))
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=input_device(model)))
     finally:
         for handle in handles:
             handle.remove()
@@ -137,7 +138,7 @@ def _hidden_states(
     found: list[torch.Tensor] = [torch.zeros(0)] * len(texts)
     encoded = [EncodedItem(text.tokens.input_ids, [False] * len(text.tokens.input_ids)) for text in texts]
     no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    device = next(model.parameters()).device
+    device = input_device(model)
     handle = norm.register_forward_pre_hook(lambda module, args: read.append(args[0]))
     try:
         with torch.inference_mode(False), evaluating(model):

@@ -37,9 +37,16 @@ class Selection:
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside PEFT, `torch.compile`, DDP and DataParallel wrappers; its module names are the ones that count."""
     while True:
-        if isinstance(model, PeftModel):
-            model = model.get_base_model()
-        elif isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+        model = without_wrappers(model)
+        if not isinstance(model, PeftModel):
+            return model
+        model = model.get_base_model()
+
+
+def without_wrappers(model: nn.Module) -> nn.Module:
+    """The model inside `torch.compile`, DDP and DataParallel wrappers, which may be a `PeftModel`."""
+    while True:
+        if isinstance(compiled := model._modules.get("_orig_mod"), nn.Module):
             model = compiled
         elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
@@ -71,15 +78,16 @@ def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Those of them that are an `nn.Linear` or `Conv1D`."""
+    """Those of them that are an `nn.Linear`, a `Conv1D` or its quantised kin."""
     return {name: module for name, module in outer_modules(model) if is_linear(base_layer_of(module))}
 
 
 def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module]:
     """The layers of the unwrapped `model` that `selection` means, in the model's order.
 
-    `target_modules=None` and `"all-linear"` mean every `nn.Linear` and `Conv1D` but the output head, as in PEFT. Layers of other
-    kinds are meant by their names only.
+    `target_modules=None` and `"all-linear"` mean every linear layer but the output head, as in PEFT; of a model that also sees or
+    hears `None` means those of its language model only, the ones that text reaches. Layers of other kinds are meant by their
+    names only.
 
     Raises:
         `ValueError`: Nothing matches, or `layers_to_transform` lists a layer that the model does not have.
@@ -89,6 +97,9 @@ def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module
     if selection.target_modules is None or selection.target_modules == "all-linear":
         layers, head = linear_layers(model), output_head(model)
         everything = {name for name, module in layers.items() if base_layer_of(module) is not head}
+        if selection.target_modules is None:
+            reached = set(language_model(model).modules())
+            everything = {name for name in everything if layers[name] in reached}
         selection = Selection(**{**vars(selection), "target_modules": everything})
         # exact names would bypass `layers_to_transform`: match by the last part of the name, within `everything`
         if selection.layers_to_transform not in (None, []):
@@ -123,14 +134,23 @@ def _own_layer(model: nn.Module, getter: str) -> nn.Module | None:
     return None if layer is None else base_layer_of(layer)
 
 
+def language_model(model: nn.Module) -> nn.Module:
+    """The part of a model that reads text: of a vision-language model its language model, else all of it."""
+    model = unwrap(model)
+    if not isinstance(model, PreTrainedModel) or model.config.is_encoder_decoder:
+        return model
+    is_composite = model.config.get_text_config() is not model.config
+    return model.get_decoder() if is_composite else model
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's stack of layers: the longest `ModuleList` of the unwrapped model that is not part of another one.
+    """The model's stack of layers: the longest `ModuleList` of its language model that is not part of another one.
 
     Raises:
         `ValueError`: The model has none.
     """
     stacks: dict[str, nn.ModuleList] = {}
-    for name, module in unwrap(model).named_modules():
+    for name, module in language_model(model).named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in stacks)
         if isinstance(module, nn.ModuleList) and len(module) and not inside:
             stacks[name] = module

@@ -21,6 +21,7 @@ from transformers.utils import logging
 
 from ..editing.encoding import Batch, EncodedItem, Item, batches
 from ..editing.selection import unwrap
+from ..editing.weights import input_device
 from .probes import EncodedProbe, Probe, encode_probes, score_encoded
 from .texts import tokenize_texts
 
@@ -177,7 +178,7 @@ def _attack(
     eval_steps: int,
 ) -> RelearningCurve:
     """Trains `model` itself."""
-    device = next(model.parameters()).device
+    device = input_device(model)
     curve = RelearningCurve([], [], [])
 
     def score(step: int) -> None:

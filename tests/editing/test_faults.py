@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
@@ -145,10 +145,10 @@ def test_model_on_the_meta_device_is_refused(tiny_model, token_ids):
         collect_statistics(tiny_model("llama").to("meta"), [token_ids(1, 4)])
 
 
-def test_encoder_decoder_model_is_refused_by_name(token_ids):
+def test_items_of_an_encoder_decoder_model_are_refused_by_name(tiny_tokenizer):
     config = T5Config(vocab_size=99, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    with pytest.raises(TypeError, match="T5ForConditionalGeneration.*encoder-decoder"):
-        collect_statistics(T5ForConditionalGeneration(config), [token_ids(1, 4)])
+    with pytest.raises(TypeError, match="T5ForConditionalGeneration.*encoder-decoder.*paper"):
+        unlearn(T5ForConditionalGeneration(config), tiny_tokenizer(), ["one two"], ["three four"])
 
 
 def test_factors_of_lora_are_not_layers(tiny_model, token_ids):
@@ -307,8 +307,8 @@ def test_unlearn_refuses_unknown_options_before_it_runs_the_model(tiny_model, ti
     assert calls == []
 
 
-def test_unlearn_refuses_a_model_with_adapters_of_another_kind(tiny_model, tiny_tokenizer):
-    model = get_peft_model(tiny_model("llama"), LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="LORA"):
-        unlearn(model, tiny_tokenizer(), ["one two"], ["three four"], PAPER, adapter_name="second")
-    assert list(model.peft_config) == ["default"]
+def test_unlearn_refuses_a_model_with_a_learned_prompt(tiny_model, tiny_tokenizer):
+    """The edit would be made without the prompt."""
+    model = get_peft_model(tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ValueError, match="PROMPT_TUNING.*get_base_model"):
+        unlearn(model, tiny_tokenizer(), ["one two"], ["three four"], PAPER)

@@ -1,15 +1,17 @@
 """The ENGRAM adapter of one layer.
 
 The closed-form edit `W <- W - alpha f W M` is an edit of the layer's input, `y = W (x - alpha f M x)`. The adapter holds `M` as
-thin factors and, where rows are the input itself, never needs the weight: the base layer may be of any precision and a tied weight
-stays tied. How the layer's input and weight are to be read is the business of its `LayerKind`.
+thin factors and, where rows are the input itself, never needs the weight: the base layer may be of any precision, quantised,
+offloaded or sharded along its output, and a tied weight stays tied. How the layer's input and weight are to be read is the
+business of its `LayerKind`.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -18,7 +20,9 @@ from torch import nn
 from torch.func import functional_call
 
 from ...editing.kinds import kind_of, unsupported
+from ...editing.weights import execution_device, float_weight, onloaded
 from .config import EngramConfig
+from .stored import StoredWeight, check_can_be_replaced, check_sharding, quantization_backend, replace_weight
 
 
 # Rank of an adapter whose rank is left to the data, until it is filled.
@@ -52,6 +56,9 @@ class EngramLayer(BaseTunerLayer):
           0, `A` is the identity and `B` is `M` as a whole, which is smaller than two factors of more than half its width.
         - **engram_strength** (`nn.ModuleDict`) -- `RowStrength`: the layer's factor `f`, or a strength a row.
         - **engram_scaling** (`dict[str, float]`) -- Strength of the whole adapter, `alpha * scale`.
+        - **quantization_backend** (`QuantizationBackend`, *optional*) -- PEFT's, if the base layer is quantised.
+        - **requantization_error** (`float`, *optional*) --
+            While merged into a quantised weight: how far the weight is from what it should be, as a share of the change.
     """
 
     adapter_layer_names = ("engram_A", "engram_B", "engram_strength")
@@ -75,8 +82,10 @@ class EngramLayer(BaseTunerLayer):
         self.engram_absorbs_bias: dict[str, bool] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
-        # the base layer's own Parameters while it is merged: putting them back is exact and restores ties, too
-        self._unmerged: tuple[nn.Parameter, nn.Parameter | None] | None = None
+        self._unmerged: StoredWeight | None = None  # what the base layer held before it was merged into
+        self.requantization_error: float | None = None
+        # the layers of other adapters that this one lies in, innermost last; no submodules
+        self.enclosing: tuple[BaseTunerLayer, ...] = kwargs.pop("enclosing", ())
         self.kwargs = kwargs
 
         base = self.get_base_layer()
@@ -84,6 +93,8 @@ class EngramLayer(BaseTunerLayer):
         if kind is None:
             raise TypeError(unsupported("", base))
         self.kind = kind
+        self.quantization_backend = quantization_backend(base, kwargs.get("get_apply_tensor_subclass"))
+        check_sharding(base)
         self.groups, self.out_features, self.in_features = kind.shape(base)
 
     # ---------------------------------------------------------------------------------------------- adapters
@@ -116,7 +127,8 @@ class EngramLayer(BaseTunerLayer):
             if isinstance(a, nn.Linear):
                 nn.init.normal_(a.weight, std=self.in_features**-0.5)
             nn.init.zeros_(b.weight)
-        super()._move_adapter_to_device_of_base_layer(adapter_name)  # and to its dtype, until PEFT casts to float32
+        # and to its dtype, until PEFT casts to float32
+        super()._move_adapter_to_device_of_base_layer(adapter_name, self.device)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def _make_factors(self, adapter_name: str, r: int) -> None:
@@ -142,10 +154,15 @@ class EngramLayer(BaseTunerLayer):
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         # PEFT calls this after loading, and its own version casts to the dtype of the base layer: what was saved in
         # float32 stays as it is
-        device = self.get_base_layer().weight.device if device is None else device
+        device = self.device if device is None else device
         for module in self.modules_of(adapter_name):
-            if not any(parameter.is_meta for parameter in module.parameters()):
+            if device is not None and not any(parameter.is_meta for parameter in module.parameters()):
                 module.to(device)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the base layer computes; `None` if its weights are nowhere, on the meta device."""
+        return execution_device(self.get_base_layer())
 
     def fill(
         self, adapter_name: str, right: torch.Tensor | None, left: torch.Tensor, strength: float | torch.Tensor
@@ -253,18 +270,30 @@ class EngramLayer(BaseTunerLayer):
         """
         return self._original_matrix().detach()[..., : self.in_features + self.absorbs_bias(adapter_name)]
 
-    def _original_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
-        base = self.get_base_layer()
-        return self._unmerged or (cast(nn.Parameter, base.weight), cast(nn.Parameter | None, self.base_bias()))
-
     def _original_matrix(self) -> torch.Tensor:
         """`[W | b]`, or `W` where there is no bias, unmerged, at least float32."""
-        weight, bias = self._original_parameters()
-        matrix = self.kind.matrix(self.get_base_layer(), weight).to(_wide(weight.dtype))
-        if bias is None:
-            return matrix
-        column = bias.to(matrix.dtype).reshape(*matrix.shape[:-1], 1)
-        return torch.cat([matrix, column], dim=-1)
+        base = self.get_base_layer()
+        with self._original_in_place(), onloaded(base):
+            # through a weight that is edited in the forward pass gradients pass
+            weight = float_weight(base) if self.kind.rows_are_input else cast(torch.Tensor, base.weight)
+            matrix, bias = self.kind.matrix(base, weight).to(_wide(weight.dtype)), self.base_bias()
+            if bias is None:
+                return matrix
+            column = bias.to(matrix).reshape(*matrix.shape[:-1], 1)
+            return torch.cat([matrix, column], dim=-1)
+
+    @contextmanager
+    def _original_in_place(self) -> Iterator[None]:
+        """The base layer as it was before it was merged into."""
+        if self._unmerged is None:
+            yield
+            return
+        merged = StoredWeight.of(self.get_base_layer())
+        self._unmerged.put_back(self)
+        try:
+            yield
+        finally:
+            merged.put_back(self)
 
     @torch.no_grad()
     def output_factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,10 +323,10 @@ class EngramLayer(BaseTunerLayer):
         """`dW` in the storage order of the base weight, at least float32; the change of the bias is not part of it."""
         return self.kind.weight(self.get_base_layer(), self._delta(adapter_name)[..., : self.in_features])
 
-    def _edited_matrix(self, adapter_names: Sequence[str], safe: bool = False) -> torch.Tensor:
+    def _edited_matrix(self, original: torch.Tensor, adapter_names: Sequence[str], safe: bool = False) -> torch.Tensor:
         """`[W | b]` with adapters in it; every change is taken from the original, so their order does not matter."""
-        dtype = self._original_parameters()[0].dtype
-        total = self._original_matrix().clone()
+        dtype = original.dtype if self.quantization_backend else cast(torch.Tensor, self.get_base_layer().weight).dtype
+        total = original.clone()
         for name in adapter_names:
             delta = self._delta(name)
             total[..., : delta.shape[-1]] += delta
@@ -305,15 +334,9 @@ class EngramLayer(BaseTunerLayer):
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
         return total
 
-    def _edited_parameters(
-        self, adapter_names: Sequence[str], safe: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weight and bias with adapters in them, rounded once; the bias only if one of them changes it."""
-        (weight, bias), total = self._original_parameters(), self._edited_matrix(adapter_names, safe)
-        edited = self.kind.weight(self.get_base_layer(), total[..., : self.in_features]).to(weight.dtype).contiguous()
-        if bias is None or not any(self.absorbs_bias(name) for name in adapter_names):
-            return edited, None
-        return edited, total[..., self.in_features].flatten().to(bias.dtype).contiguous()
+    def _stored_bias(self, total: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """The last column of `[W | b]` as the layer stores it."""
+        return total[..., self.in_features].flatten().to(bias.dtype).contiguous()
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -330,30 +353,64 @@ class EngramLayer(BaseTunerLayer):
         adapter_names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.engram_A]
         if not adapter_names:
             return
-        merged = self.merged_adapters + adapter_names
-        weight, bias = self._original_parameters()
-        new_weight, new_bias = self._edited_parameters(merged, safe_merge)
-        # new Parameters and not new values: another layer may hold the same Parameter
+        if outer := self._merged_around():
+            # PEFT's merging of the other adapter comes by here as well: unmerged the edit holds for the sum
+            warnings.warn(
+                f"The adapters {adapter_names} stay unmerged: unmerge the {outer} around them first.", stacklevel=2
+            )
+            return
         base = self.get_base_layer()
-        base.weight = nn.Parameter(new_weight, requires_grad=weight.requires_grad)
-        if bias is not None and new_bias is not None:
-            base.bias = nn.Parameter(new_bias, requires_grad=bias.requires_grad)
-        self._unmerged = (weight, bias)
+        check_can_be_replaced(base, self.quantization_backend)
+        merged = self.merged_adapters + adapter_names
+        original = self._original_matrix()
+        total = self._edited_matrix(original, merged, safe_merge)
+        before = StoredWeight.of(base)
+        try:
+            with onloaded(base, write=True):
+                self._write(total, original, any(self.absorbs_bias(name) for name in merged))
+        except BaseException:
+            before.put_back(self)
+            raise
+        self._unmerged = self._unmerged or before
         self.merged_adapters = merged
+
+    def _merged_around(self) -> str:
+        """What is merged into the same weight by an adapter of another kind; empty if nothing is."""
+        return next(
+            (
+                f"{type(layer).__module__.split('.')[-2]}.{type(layer).__name__}"
+                for layer in self.enclosing
+                if layer.merged
+            ),
+            "",
+        )
+
+    def _write(self, total: torch.Tensor, original: torch.Tensor, with_bias: bool) -> None:
+        """Gives the base layer new Parameters, and not new values: another layer may hold the same ones."""
+        base, bias = self.get_base_layer(), self.base_bias()
+        matrix = total[..., : self.in_features]
+        if self.quantization_backend is None:
+            old = cast(nn.Parameter, base.weight)
+            new = self.kind.weight(base, matrix).to(old.dtype).contiguous()
+            base.weight = nn.Parameter(new, requires_grad=old.requires_grad)
+        else:
+            stored = replace_weight(self, matrix)
+            change = (matrix - original[..., : self.in_features]).norm()
+            self.requantization_error = float((stored.to(matrix) - matrix).norm() / change.clamp_min(1e-30))
+        if bias is not None and with_bias:
+            # a quantised base layer may be another one by now
+            self.get_base_layer().bias = nn.Parameter(self._stored_bias(total, bias), requires_grad=bias.requires_grad)
 
     def unmerge(self) -> None:
         """Puts the base layer's own weight and bias back, to the bit."""
         if not self.merged:
             warnings.warn("Already unmerged. Nothing to do.", stacklevel=2)
             return
+        if outer := self._merged_around():
+            raise ValueError(f"Cannot unmerge: {outer} is merged into the weight as well, later. Unmerge that first.")
         assert self._unmerged is not None
-        base = self.get_base_layer()
-        for name, original in zip(("weight", "bias"), self._unmerged, strict=True):
-            if original is not None:
-                # the model may have been moved or cast in the meantime
-                original.data = original.data.to(getattr(base, name))
-                setattr(base, name, original)
-        self._unmerged = None
+        self._unmerged.put_back(self)
+        self._unmerged = self.requantization_error = None
         self.merged_adapters = []
 
     # ---------------------------------------------------------------------------------------------- forward
@@ -403,9 +460,12 @@ class EngramLayer(BaseTunerLayer):
                 f"A `{type(self.get_base_layer()).__name__}` is edited in its weight, which is offloaded. Keep the layer on a device, "
                 "or merge the adapter."
             )
-        weight, bias = self._edited_parameters(adapter_names)
-        edited = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-        base = self.get_base_layer()  # inside other wrappers, if there are any
+        base, bias = self.get_base_layer(), self.base_bias()
+        total = self._edited_matrix(self._original_matrix(), adapter_names)
+        edited = {"weight": self.kind.weight(base, total[..., : self.in_features]).to(base.weight.dtype)}
+        if bias is not None and any(self.absorbs_bias(name) for name in adapter_names):
+            edited["bias"] = self._stored_bias(total, bias)
+        # inside other wrappers, if there are any
         prefix = next(f"{name}." if name else "" for name, module in self.base_layer.named_modules() if module is base)
         return functional_call(
             self.base_layer, {f"{prefix}{name}": value for name, value in edited.items()}, (x, *args), kwargs
@@ -461,8 +521,10 @@ class EditedLayer(nn.Module, EngramLayer):
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, r=r, requested_rank=requested_rank, alpha=alpha, config=config)
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         adapter_names = kwargs.pop("adapter_names", None)
+        # what the layer calls its input: `input` in `nn.Linear`, `x` elsewhere
+        x, args = (args[0], args[1:]) if args else (kwargs.pop("input" if "input" in kwargs else "x"), ())
         if self.disable_adapters:
             if self.merged:
                 self.unmerge()

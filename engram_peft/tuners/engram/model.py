@@ -5,20 +5,23 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel
-from peft.tuners.tuners_utils import BaseTuner
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import get_quantization_kwargs
 from peft.utils.error import NoMatchingPeftModuleError
 from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
+from transformers.utils import logging
 
 from ...editing.extraction import ExtractionReport
 from ...editing.item_edit import ItemReport
@@ -31,10 +34,12 @@ from ...editing.selection import (
     outer_modules,
     output_head,
     select_layers,
+    unwrap,
 )
 from ...editing.tuning import AlphaCurve
 from .config import EngramConfig, exact_pattern
 from .layer import EditedLayer, EngramLayer
+from .stored import check_can_be_replaced, keep_packed_weights
 
 
 class EngramModel(BaseTuner):
@@ -81,8 +86,22 @@ class EngramModel(BaseTuner):
         low_cpu_mem_usage: bool = False,
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
+        # the layers of the model itself are edited, beside whatever adapters of other kinds it has
+        if not isinstance(model, PeftModel) or not isinstance(model.base_model, EngramModel):
+            model = unwrap(model)
         required_grad = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        super().__init__(model, peft_config, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage, state_dict=state_dict)
+        others = vars(model).get("peft_config") or {}
+        is_beside = any(not isinstance(config, EngramConfig) for config in others.values())
+        if is_beside:
+            del model.peft_config  # PEFT would put ours among them, in the place of one with the same name
+        try:
+            super().__init__(
+                model, peft_config, adapter_name, low_cpu_mem_usage=low_cpu_mem_usage, state_dict=state_dict
+            )
+        finally:
+            if is_beside:
+                cast(Any, model).peft_config = {**vars(model).get("peft_config", {}), **others}
+        keep_packed_weights(self)
         self._required_grad = required_grad
         self.reports: dict[str, ExtractionReport | ItemReport] = {}
         self.curves: dict[str, AlphaCurve] = {}
@@ -134,14 +153,35 @@ class EngramModel(BaseTuner):
             "requested_rank": pattern_value(engram_config.requested_rank_pattern(), engram_config.r),
             "alpha": pattern_value(engram_config.alpha_pattern, engram_config.alpha),
         }
+        enclosing: tuple[BaseTunerLayer, ...] = ()
+        while isinstance(target, BaseTunerLayer) and not isinstance(target, EngramLayer):
+            # beside an adapter of another kind: what is edited is the layer inside
+            parent, target_name, target, enclosing = target, "base_layer", target.base_layer, (*enclosing, target)
         if isinstance(target, EngramLayer):
             target.update_layer(adapter_name, **kwargs)
             return
-        new_module = EditedLayer(target, adapter_name, **kwargs)
+        new_module = EditedLayer(
+            target, adapter_name, enclosing=enclosing, **kwargs, **get_quantization_kwargs(self.model)
+        )
         if adapter_name not in self.active_adapters:
             # adding an additional adapter: it is not automatically trainable
             new_module.requires_grad_(False)
         self._replace_module(parent, target_name, new_module, target)
+
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        # the layer is on its device already: PEFT would move it to where an offloaded weight is, the meta device
+        setattr(parent, child_name, new_module)
+
+    @classmethod
+    def _get_adapter_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
+        # adapters of another kind may have the same name
+        found = super()._get_adapter_state_dict(*args, **kwargs)
+        return {key: tensor for key, tensor in found.items() if f".{cls.prefix}" in key}
+
+    @classmethod
+    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
+        # a layer inside another adapter's is called by the name that it has without it
+        return _layer_name(super()._remove_adapter_name_from_key(key, adapter_name))
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -158,7 +198,7 @@ class EngramModel(BaseTuner):
     def engram_layers(self, adapter_name: str | None = None) -> dict[str, EngramLayer]:
         """The ENGRAM layers, or those that have the adapter, by name."""
         return {
-            name: module
+            _layer_name(name): module
             for name, module in self.model.named_modules()
             if isinstance(module, EngramLayer) and (adapter_name is None or adapter_name in module.engram_A)
         }
@@ -311,6 +351,9 @@ class EngramModel(BaseTuner):
         """
         This method merges the adapter layers into the base model; `EngramModel.unmerge_adapter` restores it to the bit.
 
+        A quantised weight is quantised again, which rounds the change: see `EngramModel.requantization_errors`. Layers that
+        cannot be requantised, and sharded ones, refuse with a `TypeError`.
+
         Args:
             adapter_names (`list[str]`, *optional*):
                 The list of adapter names that should be merged. If `None`, all active adapters will be merged.
@@ -320,18 +363,21 @@ class EngramModel(BaseTuner):
                 Whether a layer that shares its weight with another one (a head tied to the embedding) may get a weight of its
                 own. If `False`, merging such a layer is refused.
         """
-        self._check_untied(adapter_names, untie)
+        self._check_can_merge(adapter_names, untie)
         merged_before = {layer: layer.merged_adapters for layer in self.engram_layers().values()}
         try:
-            super().merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge)
+            for layer in self.engram_layers().values():
+                layer.merge(adapter_names=adapter_names, safe_merge=safe_merge)
         except Exception:
             for layer, names in merged_before.items():
                 if layer.merged_adapters != names:
                     layer.unmerge()
-                    layer.merge(adapter_names=names)
+                    if names:
+                        layer.merge(adapter_names=names)
             raise
         if untie:
             self._set_tied(False)
+        self._warn_of_requantizing()
         merged = {name for layer in self.engram_layers().values() for name in layer.merged_adapters}
         idle = [name for name in self.active_adapters if name not in merged]
         if merged and idle:
@@ -342,7 +388,8 @@ class EngramModel(BaseTuner):
 
     def unmerge_adapter(self) -> None:
         """Puts the weights of the base model back, to the bit, and ties what was tied."""
-        super().unmerge_adapter()
+        for layer in self.engram_layers().values():
+            layer.unmerge()
         self._set_tied(True)
 
     def merge_and_unload(
@@ -365,13 +412,57 @@ class EngramModel(BaseTuner):
             # all or nothing: a layer that cannot be merged must not leave half a model behind
             self.merge_adapter(adapter_names=adapter_names, safe_merge=safe_merge, untie=untie)
             return self._unload_and_optionally_merge(merge=False, progressbar=progressbar)
-        self._check_untied(adapter_names, untie)
+        self._check_can_merge(adapter_names, untie)
         return super().merge_and_unload(progressbar=progressbar, adapter_names=adapter_names)
+
+    def requantization_errors(self) -> dict[str, float]:
+        """How far merged layers with quantised weights are from what they should be, by name.
+
+        The error is a share of the change that was merged, `||stored - (W + dW)|| / ||dW||`: at 1 rounding is as large as the
+        edit. Unmerged there is none.
+        """
+        errors = {name: layer.requantization_error for name, layer in self.engram_layers().items()}
+        return {name: error for name, error in errors.items() if error is not None}
+
+    def _warn_of_requantizing(self) -> None:
+        errors = self.requantization_errors()
+        if errors:
+            worst = max(errors, key=lambda name: errors[name])
+            warnings.warn(
+                f"Merging quantised {len(errors)} weights again. The rounding is {sum(errors.values()) / len(errors):.2g} times as large "
+                f"as the edit on average, at most {errors[worst]:.2g} times ({worst}). The unmerged adapter has no such error.",
+                stacklevel=3,
+            )
 
     def unload(self) -> nn.Module:
         """Returns the base model, as it was, by removing all the PEFT modules; merged adapters are unmerged first."""
         self._unmerge_if_merged()
         return super().unload()
+
+    def _unload_and_optionally_merge(
+        self,
+        merge: bool = True,
+        progressbar: bool = False,
+        safe_merge: bool = False,
+        adapter_names: list[str] | None = None,
+    ) -> nn.Module:
+        # only this tuner's layers; PEFT's own way of loading offloaded weights knows neither every kind of them nor ours
+        for layer in logging.tqdm(self.engram_layers().values(), disable=not progressbar, desc="Unloading"):
+            if merge:
+                layer.merge(safe_merge=safe_merge, adapter_names=adapter_names)
+        if merge:
+            self._warn_of_requantizing()
+        for module in list(self.model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, EngramLayer):
+                    setattr(module, name, child.base_layer)
+        if any(isinstance(module, BaseTunerLayer) for module in self.model.modules()):
+            # other adapters stay
+            configs = getattr(self.model, "peft_config", {})
+            for name in [name for name, config in configs.items() if config is self.peft_config.get(name)]:
+                del configs[name]
+            return self.model
+        return super()._unload_and_optionally_merge(merge=merge)
 
     def take_off(self) -> nn.Module:
         """`unload`, with the base model's `requires_grad` flags as they were before any adapter: for edits that failed."""
@@ -379,6 +470,11 @@ class EngramModel(BaseTuner):
         for parameter, required_grad in self._required_grad:
             parameter.requires_grad_(required_grad)
         return model
+
+    def _enable_adapter_layers(self, enabled: bool = True) -> None:
+        for module in self.model.modules():
+            if isinstance(module, EngramLayer | AuxiliaryTrainingWrapper):
+                module.enable_adapters(enabled)
 
     def disable_adapter_layers(self) -> None:
         """Disables all adapters: the model is the base model, to the bit. Merged adapters are unmerged first."""
@@ -402,6 +498,13 @@ class EngramModel(BaseTuner):
         if peft_config.modules_to_save:
             super()._check_tied_modules(model, peft_config)
 
+    def _check_can_merge(self, adapter_names: list[str] | None, untie: bool) -> None:
+        """Raises an error, before the first layer is touched, if one cannot be merged into."""
+        for layer in self.engram_layers().values():
+            if any(name in layer.engram_A for name in (adapter_names or self.active_adapters)):
+                check_can_be_replaced(layer.get_base_layer(), layer.quantization_backend)
+        self._check_untied(adapter_names, untie)
+
     def _check_untied(self, adapter_names: list[str] | None, untie: bool) -> None:
         """Raises a `ValueError` if a weight that is to change belongs to another layer as well."""
         names = self.active_adapters if adapter_names is None else adapter_names
@@ -410,7 +513,7 @@ class EngramModel(BaseTuner):
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(key)
         for key, layer in self.engram_layers().items():
-            shared = owners[id(layer.get_base_layer().weight)]
+            shared = owners.get(id(getattr(layer.get_base_layer(), "weight", None)), [])
             if not untie and len(shared) > 1 and any(name in layer.engram_A for name in names):
                 others = [owner for owner in shared if not owner.startswith(key)]
                 raise ValueError(
@@ -469,6 +572,11 @@ class EngramModel(BaseTuner):
 
         self._check_adapter_exists(adapter_name)
         save_as_lora(save_directory, self, adapter_name)
+
+
+def _layer_name(key: str) -> str:
+    """A layer's name, or a key of its adapter, without the wrappers of adapters of other kinds that it lies in."""
+    return re.sub(r"(\.base_layer)+(?=\.engram_|$)", "", key)
 
 
 def _pass_adapter_names(
