@@ -27,15 +27,16 @@ class MappedFile:
 
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = os.fspath(path)
-        self._file = open_file(path)
-        weakref.finalize(self, self._file.close)
-        found = os.fstat(self._file.fileno())
+        file = open_file(path)
+        weakref.finalize(self, file.close)
+        self._descriptor = file.fileno()
+        found = os.fstat(self._descriptor)
         self.length, self._modified = found.st_size, found.st_mtime_ns
         self.damaged = False
         # Linux tells which pages are in memory only to those who may write the file, and "all of them" to others.
         self.residency_is_known = _system.LINUX and os.access(path, os.W_OK)
         try:
-            pages = mmap.mmap(self._file.fileno(), self.length, access=mmap.ACCESS_READ)
+            pages = mmap.mmap(self._descriptor, self.length, access=mmap.ACCESS_READ)
         except ValueError as error:
             raise TableSizeError(f"{path} cannot be mapped: {error}.") from None
         if hasattr(mmap, "MADV_RANDOM"):
@@ -46,7 +47,7 @@ class MappedFile:
 
     def check(self) -> None:
         """Raises a `TableChangedError` if the file is no longer what was opened: call it after every read."""
-        found = os.fstat(self._file.fileno())
+        found = os.fstat(self._descriptor)
         if found.st_size == self.length and found.st_mtime_ns == self._modified and not self.damaged:
             return
         if found.st_size != self.length:
@@ -64,7 +65,7 @@ class MappedFile:
         if _system.advise_needed(self.address, runs) or not hasattr(os, "posix_fadvise"):
             return
         for first, count in runs.tolist():
-            os.posix_fadvise(self._file.fileno(), first * PAGE, count * PAGE, os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(self._descriptor, first * PAGE, count * PAGE, os.POSIX_FADV_WILLNEED)
 
     def are_resident(self, pages: np.ndarray) -> bool | None:
         """Whether each of the pages is in memory; None where the system does not tell."""

@@ -206,6 +206,11 @@ def _check_same_rows(name: str, weight: torch.Tensor, table: Table) -> None:
     """Raises a `ValueError` if a table is not the one that a model holds, as far as some of its rows tell."""
     if tuple(weight.shape) != (table.rows, table.dim):
         raise ValueError(f"{name} is {list(weight.shape)}, the checkpoint holds {[table.rows, table.dim]}.")
+    if table.dtype.itemsize == 1 and weight.dtype is not table.dtype:
+        raise ValueError(
+            f"The checkpoint holds {name} as {table.dtype}, which means something together with its scales only. Put a "
+            "`MappedEmbedding` of `open_table(..., scales=...)` there, or one with `scale`, if it is one number."
+        )
     if weight.is_meta:
         return
     generator = torch.Generator().manual_seed(0)

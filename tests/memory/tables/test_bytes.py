@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from engram_peft.memory.tables import ScaledRows, export_table, open_table
+from engram_peft.memory.tables.placement import CudaRows
 
 from .conftest import HEADS
 from .rows import PLAIN, bits, looked_up, same, scales, wild
@@ -138,6 +139,10 @@ def test_deepseeks_rows_of_264_bytes(path):
         assert (table.layout.row_bytes, table.layout.scale_block) == (264, 32)
         found = table.gather(torch.arange(100))
         assert same(found.values, weight) and same(found.scales, factors)
+        assert table.prefetch(torch.tensor([1])).result() == 1  # values and scales are on one page
+    save_file({"w": weight, "s": factors.view(torch.uint8)}, path.with_name("checkpoint.safetensors"))
+    with open_table(path.with_name("checkpoint.safetensors"), tensor="w", scales="s") as table:
+        assert table.prefetch(torch.tensor([1])).result() == 2  # and here they are not
 
 
 @pytest.mark.parametrize("dtype", PLAIN, ids=str)
@@ -156,6 +161,24 @@ def test_what_the_exporter_says_about_ids_is_kept(exported):
     path, _ = exported(hash=told)
     with open_table(path) as table:
         assert table.hash == told
+
+
+@pytest.mark.parametrize("dim", [1, 3, 6, 8])
+def test_rows_for_a_gpu_are_the_same_bytes(exported, dim):
+    """The class behind `cuda`, on the only device that is here."""
+    path, weight = exported(dim=dim)
+    table = open_table(path, verify="lazy")
+    rows = CudaRows(table._columns[0], torch.device("cpu"), table._digests)
+    for shape in ((4, 3), (0, 3), (2, 5, 3)):
+        ids = torch.randint(0, min(HEADS), shape)
+        where = table._checked_on_gpu(ids)
+        assert torch.equal(where, torch.from_numpy(table._flat(ids)))
+        assert same(table._decoded([rows.take(where)]), looked_up(weight, HEADS, ids))
+    for ids in ([[0, 0, 31]], [[-1, 0, 0]]):
+        with pytest.raises(IndexError, match="is not in head"):
+            table._checked_on_gpu(torch.tensor(ids))
+    with pytest.raises(ValueError, match="3 heads"):
+        table._checked_on_gpu(torch.tensor([0]))
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints

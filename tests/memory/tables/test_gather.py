@@ -163,3 +163,27 @@ def test_a_batch_larger_than_anything_before_is_served(exported):
     with open_table(path) as table:
         table.gather(torch.tensor([1]))
         assert same(table.gather(ids), bits(weight)[ids].view(torch.float16))
+
+
+def test_closing_lets_running_gathers_end(path):
+    weight = wild(torch.float32, 5000, 64)
+    export_table(weight, None, path)
+    ids = torch.arange(5000).repeat(4)
+    expected = bits(weight)[ids]
+    for _ in range(5):
+        table, right, started = open_table(path), [], threading.Event()
+
+        def gather(table=table, right=right, started=started) -> None:
+            with pytest.raises(ValueError, match="closed"):
+                while True:
+                    right.append(torch.equal(bits(table.gather(ids)), expected))
+                    started.set()
+
+        threads = [threading.Thread(target=gather) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        table.close()
+        for thread in threads:
+            thread.join()
+        assert right and all(right)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextScaledWordEmbedding
 from transformers.utils import logging
 
-from engram_peft.memory.tables import MappedEmbedding, load_with_tables, offload_tables
+from engram_peft.memory.tables import MappedEmbedding, load_with_tables, offload, offload_tables
 
 from .rows import wild
 
@@ -217,6 +218,16 @@ def test_a_table_of_another_layer_is_not_taken(tmp_path):
         offload_tables(model, ["table"], checkpoint=tmp_path)
 
 
+def test_quantised_rows_are_not_taken_for_numbers(tmp_path):
+    save_file({"table.weight": wild(torch.float8_e4m3fn, 5, 4)}, tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.ModuleDict({"table": nn.Embedding(5, 4, dtype=torch.bfloat16)})
+    with pytest.raises(
+        ValueError, match="as torch.float8_e4m3fn, which means something together with its scales only"
+    ):
+        offload_tables(model, ["table"], checkpoint=tmp_path)
+
+
 def test_two_that_could_be_it_are_not_guessed(tmp_path):
     rows = wild(torch.float32, 5, 4)
     save_file({"a.table.weight": rows, "b.table.weight": rows.clone()}, tmp_path / "model.safetensors")
@@ -243,3 +254,33 @@ def test_shards_in_many_files_with_an_index(qwen, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     other = load_with_tables(Qwen4ExpForCausalLM, tmp_path)
     assert agrees(model, other)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_name_of_the_hub_is_looked_up_in_the_cache(model, monkeypatch, sharded):
+    found, folder = model
+    asked = []
+    index = folder / "model.safetensors.index.json"
+    index.write_text("{}")
+
+    def cached(name, file, **options):
+        asked.append((name, file, options["revision"]))
+        if file == index.name:
+            return str(index) if sharded else None
+        return str(folder / "a.safetensors")
+
+    monkeypatch.setattr(offload, "cached_file", cached)
+    shards = [str(folder / "a.safetensors"), str(folder / "b.safetensors")]
+    monkeypatch.setattr(offload, "get_checkpoint_shard_files", lambda name, path, **options: (shards, {}))
+    found.config = SimpleNamespace(_name_or_path="someone/model", _commit_hash="abc")
+    tables = offload_tables(found, ["embed_tokens", "table"] if sharded else ["embed_tokens"])
+    assert len(tables) == (2 if sharded else 1)
+    assert asked[0] == ("someone/model", index.name, "abc")
+
+
+def test_a_model_of_the_hub_without_safetensors_is_refused(model, monkeypatch):
+    found, _ = model
+    monkeypatch.setattr(offload, "cached_file", lambda *arguments, **options: None)
+    found.config = SimpleNamespace(_name_or_path="someone/model")
+    with pytest.raises(ValueError, match="someone/model has no safetensors files"):
+        offload_tables(found)
