@@ -551,8 +551,8 @@ def _as_option(match: re.Match[str]) -> str:
 
 
 _OPTION_NAMES = {
-    "alpha", "batch_size", "data", "forget", "forget_probability", "generate", "layers", "max_length", "replacement", "retain",
-    "retain_weight", "samples", "suite", "target_modules", "token_position", "untie",
+    "alpha", "batch_size", "data", "forget", "forget_probability", "generate", "head_sizes", "layers", "max_length", "placement",
+    "replacement", "retain", "retain_weight", "samples", "scales", "suite", "target_modules", "tensor", "token_position", "untie",
 }  # fmt: skip
 
 
@@ -1106,5 +1106,8 @@ def _facts(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name.ljust(width)}  {value}" for name, value in rows]
 
 
+from . import table_cli  # noqa: E402, F401 (adds its commands, with what is defined above)
+
+
 if __name__ == "__main__":
-    main()
+    table_cli.app()  # the module that has them: this one was loaded under another name

@@ -794,7 +794,7 @@ def test_a_report_of_an_adapter_of_unknown_origin(model, adapter):
 @pytest.mark.parametrize(
     "command",
     ["", "unlearn", "evaluate", "merge", "export-lora", "inspect", "statistics", "statistics collect", "statistics merge",
-     "statistics info"],
+     "statistics info", "table", "table export", "table verify", "table info", "table bench"],
 )  # fmt: skip
 def test_help_has_examples(command):
     out = succeed(*command.split(), "--help").stdout
