@@ -89,14 +89,13 @@ class NgramHash(nn.Module):
         spec = self.spec
         length = reach.shape[1]
         tokens: list[torch.Tensor] = []
-        inside: torch.Tensor | None = None  # no end-of-sequence token in between
+        inside = torch.ones_like(reach, dtype=torch.bool)  # no end-of-sequence token in between
         for shift in range(spec.max_ngram_size):
             start = spec.ids_lookback - shift
             token = ids[:, start : start + length]
             readable = reach >= shift
             if spec.variant == "qwen_ple" and shift > 0:
-                differs = token != spec.eos_token_id
-                inside = differs if inside is None else inside & differs
+                inside = inside & (token != spec.eos_token_id)
                 readable = readable & inside
             tokens.append(torch.where(readable, token, spec.fill_id))
         return tokens
