@@ -1,6 +1,6 @@
 """Memory of Hugging Face language models: find it, take it out, carry it as an adapter.
 
-Importing the package makes the ENGRAM method known to PEFT.
+Importing the package makes the ENGRAM method known to PEFT and the Engram model to transformers.
 """
 
 from .editing.collection import collect_statistics
@@ -10,6 +10,7 @@ from .editing.sampling import sample_texts
 from .editing.scaling import compose, count_ratio, effective_rank, uniform, weight_norm
 from .editing.statistics import Moment, Provenance, Statistics, merge_statistics
 from .editing.tuning import AlphaCurve, AlphaPoint, ItemOutcome, tune_alpha
+from .models.engram import EngramForCausalLM, EngramLMConfig
 from .recipes import unlearn
 from .tuners.engram import EngramConfig, EngramModel
 
@@ -20,6 +21,8 @@ __all__ = [
     "AlphaCurve",
     "AlphaPoint",
     "EngramConfig",
+    "EngramForCausalLM",
+    "EngramLMConfig",
     "EngramModel",
     "ExtractionReport",
     "ItemOptions",

@@ -1,0 +1,540 @@
+"""Any causal language model of transformers with n-gram memories in front of some of its decoder layers.
+
+The model is a composition: the backbone keeps its class, its code and the names of its weights; a memory is a module of this
+model, and a hook on a decoder layer adds what it says to the layer's input. Decoding state lies in the cache
+(`engram_peft.memory.state`).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils.deprecation import deprecate_kwarg
+from transformers.utils.generic import ModelOutput
+
+from ...memory.hashing import NgramHash
+from ...memory.layer import BranchRMSNorm, DilatedConv, NgramMemory, NgramTable
+from ...memory.reach import carried_reach, token_reach
+from ...memory.spec import NgramMemorySpec
+from ...memory.state import DecodingState, decoding_state
+from ...memory.token_map import check_token_map, grow_token_map
+from .configuration_engram import EngramLMConfig
+from .remote_code import is_remote_code
+
+
+class TokenStream:
+    """What the memories read in one call: the tokens, those before them, and how far each may look back."""
+
+    def __init__(
+        self,
+        ids: torch.Tensor,
+        reach: torch.Tensor,
+        carried: torch.Tensor,
+        spec: NgramMemorySpec,
+        state: DecodingState | None,
+    ) -> None:
+        past = None if state is None else state.past_tokens()
+        before = ids.new_zeros(ids.shape[0], spec.ids_lookback) if past is None else past[0].to(ids.device)
+        self.ids = torch.cat([before, ids], dim=1)
+        self.reach = reach
+        self._new = (ids, carried)
+        self._state = state
+        self._conv_inputs: dict[int, torch.Tensor] = {}
+
+    def recall(self, memory: NgramMemory, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What `memory` adds to `hidden_states`."""
+        past = None if self._state is None else self._state.past_conv(memory.layer_id)
+        delta, conv_inputs = memory(hidden_states, self.ids, self.reach, past)
+        if conv_inputs is not None:
+            self._conv_inputs[memory.layer_id] = conv_inputs
+        return delta
+
+    def remember(self) -> None:
+        """Writes this call's tokens into the decoding state, once nothing can fail any more.
+
+        Not before: masks of hybrid backbones ask the cache whether its last linear layer has seen anything.
+        """
+        if self._state is not None:
+            self._state.append_tokens(*self._new)
+            for layer_id, conv_inputs in self._conv_inputs.items():
+                self._state.append_conv(layer_id, conv_inputs)
+
+
+class MemoryHook:
+    """Adds a memory to the input of its decoder layer.
+
+    An object that refers to the model, not a closure: copying and pickling the model copy this reference along.
+    """
+
+    def __init__(self, model: EngramForCausalLM, layer_id: int) -> None:
+        self.model = model
+        self.layer_id = layer_id
+
+    def __call__(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        stream = self.model._stream
+        if stream is None:  # somebody runs the backbone on its own
+            return None
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        memory: Any = self.model.memories[str(self.layer_id)]
+        delta = stream.recall(memory, hidden_states)
+        hidden_states = hidden_states + delta.to(hidden_states.device)
+        if args:
+            return (hidden_states, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": hidden_states}
+
+
+class EngramPreTrainedModel(PreTrainedModel):
+    config: EngramLMConfig
+    config_class = EngramLMConfig  # annotations are strings here
+    base_model_prefix = "backbone"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["NgramMemory"]  # the backbone's are added when the model is made
+    _no_placement_params = ["table.weight"]  # a table that fits on no accelerator stays in host memory
+    # What attention can do is up to the backbone, which checks again.
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+
+    def _init_weights(self, module: nn.Module) -> None:
+        # Of the backbone's modules, the backbone takes care.
+        if isinstance(module, nn.Linear):
+            init.normal_(module.weight, std=1 / math.sqrt(module.in_features))
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, (NgramHash, NgramTable)):
+            module.reset_buffers()
+        if isinstance(module, NgramTable):
+            init.zeros_(module.weight)
+        elif isinstance(module, (BranchRMSNorm, DilatedConv)):
+            module.reset_parameters()
+
+
+class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
+    """A causal language model with n-gram memories.
+
+    Memories start with empty tables: the outputs are those of the backbone until they are trained.
+
+    Args:
+        config ([`EngramLMConfig`]): The backbone and its memories.
+        backbone (`PreTrainedModel`, *optional*):
+            The backbone itself, by default a new one. To add memories to a trained model, use [`~EngramForCausalLM.from_backbone`].
+
+    Example:
+
+        ```py
+        >>> from engram_peft import EngramForCausalLM, EngramLMConfig
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        >>> backbone = AutoModelForCausalLM.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+        >>> tokenizer = AutoTokenizer.from_pretrained("HuggingFaceTB/SmolLM2-135M")
+        >>> config = EngramLMConfig.from_backbone(backbone.config, tokenizer=tokenizer, engram_layer_ids=[1, 14])
+        >>> model = EngramForCausalLM.from_backbone(backbone, config)
+        ```
+
+    **Attributes**:
+        - **backbone** (`PreTrainedModel`) -- The language model.
+        - **memories** (`torch.nn.ModuleDict`) -- The [`~engram_peft.memory.NgramMemory`] of each layer, by the layer's number.
+        - **token_map** (`torch.Tensor`, *optional*) -- The class of every token id, `(vocab_size,)` int64.
+    """
+
+    token_map: torch.Tensor | None
+
+    def __init__(self, config: EngramLMConfig, backbone: PreTrainedModel | None = None) -> None:
+        super().__init__(config)
+        self.backbone = _new_backbone(config.text_config) if backbone is None else backbone
+        self._is_stateful = self.backbone._is_stateful
+        self._can_compile_fullgraph = self.backbone._can_compile_fullgraph
+        self.spec = config.memory_spec()
+        self.memories = nn.ModuleDict({str(i): NgramMemory(self.spec, i) for i in self.spec.layer_ids})
+        layers = decoder_layers(self.backbone)
+        for layer_id in self.spec.layer_ids:
+            layers[layer_id].register_forward_pre_hook(MemoryHook(self, layer_id), with_kwargs=True)
+        self.register_buffer("token_map", self._new_token_map())
+        self._stream: TokenStream | None = None  # set during `forward` only
+        self.post_init()
+
+    @classmethod
+    def from_backbone(cls, backbone: PreTrainedModel, config: EngramLMConfig) -> EngramForCausalLM:
+        """Adds memories to a loaded model. The outputs stay the same to the bit until the memories are trained.
+
+        The backbone becomes part of the new model and may be quantised or spread over devices; each memory is made on the
+        device of its layer, in the dtype of the backbone.
+
+        Args:
+            backbone (`PreTrainedModel`): A causal language model.
+            config ([`EngramLMConfig`]): Its memories, as from [`EngramLMConfig.from_backbone`]. It is copied.
+
+        Raises:
+            `TypeError`: `backbone` is no model of transformers, or a PEFT model.
+            `ValueError`: `config` was made for another backbone.
+        """
+        if not isinstance(backbone, PreTrainedModel):
+            raise TypeError(
+                f"`backbone` must be a `PreTrainedModel`, got {type(backbone).__name__}. Merge or unload adapters first; after "
+                "adding memories, the new model can be adapted like any other."
+            )
+        _check_backbone(config, backbone)
+        config = copy.deepcopy(config)
+        config.text_config = backbone.config
+        config.dtype = backbone.dtype
+        for module in backbone.modules():  # trained, so never to be initialised again
+            module._is_hf_initialized = True
+        devices = {i: _device_of(decoder_layers(backbone)[i]) for i in config.engram_layer_ids}
+        default_dtype = torch.get_default_dtype()
+        torch.set_default_dtype(backbone.dtype)
+        try:
+            with torch.device(next(iter(devices.values()))):
+                model = cls(config, backbone)
+        finally:
+            torch.set_default_dtype(default_dtype)
+        for layer_id, device in devices.items():
+            model.memories[str(layer_id)].to(device)
+        model.train(backbone.training)
+        model.generation_config = backbone.generation_config
+        model._adopt_placement(devices)
+        return model
+
+    def _adopt_placement(self, devices: dict[int, torch.device]) -> None:
+        """Takes over what loading noted on the backbone: its device map and its quantiser."""
+        if (device_map := getattr(self.backbone, "hf_device_map", None)) is not None:
+            self.hf_device_map = {f"backbone.{name}".removesuffix("."): device for name, device in device_map.items()}
+            self.hf_device_map |= {f"memories.{layer_id}": device for layer_id, device in devices.items()}
+        if (quantizer := getattr(self.backbone, "hf_quantizer", None)) is not None:
+            # Not `is_quantized`: for the Trainer that is a model with nothing to train.
+            self.hf_quantizer = quantizer
+            self.quantization_method = self.backbone.quantization_method
+            self.config.quantization_config = _without_memories(self.backbone.config.quantization_config)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """As in transformers, but a checkpoint without the memories' weights is refused: they would be made up.
+
+        Raises:
+            `ValueError`: Weights of memories or the token map are missing.
+        """
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        missing = sorted(name for name in info["missing_keys"] if name.startswith(("memories.", "token_map")))
+        if missing:
+            raise ValueError(
+                f"The checkpoint {pretrained_model_name_or_path} lacks {len(missing)} weights of the n-gram memories, among them "
+                f"{missing[0]!r}. To add new memories to a plain model, load it with `AutoModelForCausalLM` and pass it to "
+                "`EngramForCausalLM.from_backbone`."
+            )
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str | type = "AutoModelForCausalLM") -> None:
+        """Nothing to do for the installed class: `save_pretrained` always writes the code along."""
+        if is_remote_code():
+            super().register_for_auto_class(auto_class)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.backbone.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.backbone.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.backbone.get_output_embeddings()
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.backbone.set_output_embeddings(new_embeddings)
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """As in transformers. Added tokens become classes of their own; what known tokens hash to does not change."""
+        embeddings = self.backbone.resize_token_embeddings(*args, **kwargs)
+        if self.token_map is not None:
+            self.token_map = self._fit_token_map(self.token_map)
+        return embeddings
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Makes sure that a tokenizer is the one that the token map was made from; without a map, any will do.
+
+        Raises:
+            `ValueError`: It is not; the message names the first token that differs.
+        """
+        if self.token_map is not None:
+            check_token_map(self.token_map, tokenizer)
+
+    def _new_token_map(self) -> torch.Tensor | None:
+        if not self.config.engram_token_map:
+            return None
+        token_map = self.config.token_map
+        if token_map is None:  # it comes with the weights
+            return torch.full((self.config.get_text_config(decoder=True).vocab_size,), -1)
+        return self._fit_token_map(token_map)
+
+    def _fit_token_map(self, token_map: torch.Tensor) -> torch.Tensor:
+        """One entry for each row of the embeddings. Rows without a token in the tokenizer are classes of their own."""
+        return grow_token_map(token_map, self.config.get_text_config(decoder=True).vocab_size)
+
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        engram_input_ids: torch.LongTensor | None = None,
+        engram_attention_mask: torch.Tensor | None = None,
+        engram_segment_ids: torch.LongTensor | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput | tuple:
+        """The backbone's forward pass with the memories in between; its arguments and its output.
+
+        Args:
+            engram_input_ids (`torch.LongTensor`, *optional*):
+                `(batch, length)`: the token ids that the memories read. Needed with `inputs_embeds` that are not rows of the
+                embeddings.
+            engram_attention_mask (`torch.Tensor`, *optional*):
+                `(batch, keys)`: which tokens are none, where `attention_mask` is in a form that does not tell.
+            engram_segment_ids (`torch.LongTensor`, *optional*):
+                `(batch, length)`: the document that a token belongs to. N-grams end where it changes; so they do where
+                `position_ids` restart.
+
+        Raises:
+            `ValueError`: Token ids are missing or outside the vocabulary, or another model filled the cache.
+        """
+        text_config = self.config.get_text_config(decoder=True)
+        if use_cache is None:
+            use_cache = getattr(text_config, "use_cache", True)
+        if self.training and self.is_activation_checkpointing and torch.is_grad_enabled():
+            use_cache = False
+        if use_cache and cache is None:
+            cache = DynamicCache(config=text_config)
+        token_ids = self._token_ids(input_ids, inputs_embeds) if engram_input_ids is None else engram_input_ids
+        if engram_attention_mask is None:
+            engram_attention_mask = _plain_mask(attention_mask)
+        self._stream = stream = self._open_stream(
+            token_ids, engram_attention_mask, _text_positions(position_ids), engram_segment_ids, cache
+        )
+        try:
+            outputs = self.backbone(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                cache=cache,
+                inputs_embeds=inputs_embeds,
+                labels=labels,
+                use_cache=use_cache,
+                logits_to_keep=logits_to_keep,
+                **kwargs,
+            )
+        finally:
+            self._stream = None
+        stream.remember()
+        return outputs
+
+    def _open_stream(
+        self,
+        token_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        segment_ids: torch.Tensor | None,
+        cache: Cache | None,
+    ) -> TokenStream:
+        spec = self.spec
+        ids, masked = self._classes(token_ids)
+        state = past = None
+        if cache is not None:
+            state = decoding_state(cache, spec, self.config.get_text_config(decoder=True).num_hidden_layers)
+            past = state.past_tokens()
+        reach = token_reach(
+            ids,
+            attention_mask=None if attention_mask is None else attention_mask.to(ids.device),
+            position_ids=None if position_ids is None else position_ids.to(ids.device),
+            segment_ids=segment_ids,
+            eos_token_id=spec.eos_token_id,
+            blocked=masked,
+            past_reach=None if past is None else past[1].to(ids.device),
+            past_length=_seen_tokens(cache, attention_mask),
+            limit=spec.lookback,
+        )
+        return TokenStream(ids, reach, carried_reach(reach, ids, spec.eos_token_id), spec, state)
+
+    def _token_ids(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        if input_ids is not None:
+            return input_ids
+        if inputs_embeds is None:
+            raise ValueError("You must specify exactly one of `input_ids` or `inputs_embeds`.")
+        if torch.compiler.is_compiling():
+            raise ValueError("The memories read token ids: pass `engram_input_ids` along with `inputs_embeds`.")
+        return token_ids_of(inputs_embeds, self.get_input_embeddings())
+
+    def _classes(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Ids after the token map, and where tokens are masked, if any can be."""
+        masked = None
+        if self.config.engram_masked_token_ids:
+            masked = torch.isin(token_ids, token_ids.new_tensor(self.config.engram_masked_token_ids))
+            token_ids = token_ids.masked_fill(masked, 0)  # placeholders may lie outside the vocabulary
+        size = self.config.get_text_config(decoder=True).vocab_size
+        _check_all((token_ids >= 0) & (token_ids < size), token_ids, f"outside the vocabulary, 0 to {size - 1}")
+        if self.token_map is None:
+            return token_ids, masked
+        ids = self.token_map.to(token_ids.device)[token_ids]
+        _check_all(
+            ids >= 0,
+            token_ids,
+            "without a token map. The map lies in the model's checkpoint: use `from_pretrained`, or make the config with "
+            "`EngramLMConfig.from_backbone` and a tokenizer",
+        )
+        return ids, masked
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        attention_mask: torch.Tensor | None = None,
+        engram_input_ids: torch.LongTensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The backbone's inputs. A padding mask goes along where the backbone's became something else."""
+        inputs = self.backbone.prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
+        if attention_mask is not None and inputs.get("attention_mask") is not attention_mask:
+            inputs["engram_attention_mask"] = attention_mask.to(self.device)
+        if engram_input_ids is not None and inputs.get("inputs_embeds") is not None:
+            inputs["engram_input_ids"] = engram_input_ids
+        return inputs
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> None:
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        if (cache := model_kwargs.get("cache")) is not None:
+            # Now and not in `forward`, so that all layers record what they may have to take back.
+            decoding_state(cache, self.spec, self.config.get_text_config(decoder=True).num_hidden_layers)
+            if generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        own = {name for name in model_kwargs if name.startswith("engram_")}
+        self.backbone._validate_model_kwargs({k: v for k, v in model_kwargs.items() if k not in own})
+
+    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self.backbone._expand_inputs_for_generation(*args, **kwargs)
+
+    def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        return self.backbone._prepare_position_ids_for_generation(*args, **kwargs)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder layers of a causal language model, which it keeps in a list of that length.
+
+    Raises:
+        `ValueError`: There is no such list.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise ValueError(
+        f"{type(model).__name__} has no `nn.ModuleList` of its {count} decoder layers to put memories before."
+    )
+
+
+def token_ids_of(inputs_embeds: torch.Tensor, embeddings: Any) -> torch.Tensor:
+    """The tokens whose embeddings `inputs_embeds` are, `(batch, length)`.
+
+    Raises:
+        `ValueError`: Some are no embeddings of a token, or of several.
+    """
+    table = embeddings(torch.arange(embeddings.weight.shape[0], device=inputs_embeds.device)).detach()
+    # Rows are compared as wholes by a number made of all their bits; then for good, with the one row that has this number.
+    numbers, order = _fingerprints(table).sort()
+    wanted = _fingerprints(inputs_embeds)
+    place = torch.searchsorted(numbers, wanted).clamp(max=len(numbers) - 1)
+    ids = order[place]
+    found = (table[ids] == inputs_embeds).all(-1)
+    ambiguous = (place + 1 < len(numbers)) & (numbers[(place + 1).clamp(max=len(numbers) - 1)] == wanted)
+    if not bool((found & ~ambiguous).all()):
+        raise ValueError(
+            "The memories read token ids, and `inputs_embeds` do not tell them: some are the embedding of no token, or of more "
+            "than one. Pass `engram_input_ids` too."
+        )
+    return ids
+
+
+def _fingerprints(rows: torch.Tensor) -> torch.Tensor:
+    """`(..., dim)` floats -> `(...)` int64, equal for equal rows and hardly ever for others."""
+    bits = rows.detach().float().view(torch.int32).long()
+    factors = torch.arange(1, rows.shape[-1] + 1, device=rows.device) * 0x9E3779B1 + 1
+    return (bits * factors).sum(-1)
+
+
+def _check_all(holds: torch.Tensor, token_ids: torch.Tensor, problem: str) -> None:
+    """Raises if some token is not as it should be: at once on the CPU, without waiting on an accelerator."""
+    if torch.compiler.is_compiling():
+        return
+    if not token_ids.is_cpu:
+        torch._assert_async(holds.all(), f"Token ids are {problem}.")
+    elif not bool(holds.all()):
+        raise ValueError(f"Token id {int(token_ids[~holds][0])} is {problem}.")
+
+
+def _plain_mask(attention_mask: Any) -> torch.Tensor | None:
+    """The mask that says which tokens are padding, of the one or several that a backbone takes."""
+    if isinstance(attention_mask, dict):  # by kind of attention
+        masks = [attention_mask.get("full_attention"), *attention_mask.values()]
+        attention_mask = next((mask for mask in masks if isinstance(mask, torch.Tensor)), None)
+    return attention_mask if isinstance(attention_mask, torch.Tensor) else None
+
+
+def _seen_tokens(cache: Cache | None, attention_mask: torch.Tensor | None) -> int | torch.Tensor | None:
+    """Where the first query lies among the keys of a prepared mask."""
+    if attention_mask is None or attention_mask.dim() != 4:
+        return None
+    return 0 if cache is None else cache.get_seq_length()
+
+
+def _text_positions(position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Positions in the text, which of multimodal positions `(3 or 4, batch, length)` only the fourth kind are, the first."""
+    if position_ids is None or position_ids.dim() == 2:
+        return position_ids
+    return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
+
+
+def _new_backbone(config: Any) -> PreTrainedModel:
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    auto_class = AutoModelForCausalLM if known else AutoModelForImageTextToText
+    return auto_class.from_config(config, dtype=torch.get_default_dtype())
+
+
+def _check_backbone(config: EngramLMConfig, backbone: PreTrainedModel) -> None:
+    """Raises unless `config` describes memories for `backbone`."""
+    expected, actual = (c.get_text_config(decoder=True) for c in (config, backbone.config))
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        if getattr(expected, name) != getattr(actual, name):
+            raise ValueError(
+                f"`config` was made for another backbone: `{name}` is {getattr(expected, name)} there and "
+                f"{getattr(actual, name)} in the {type(backbone).__name__} that was given."
+            )
+
+
+def _device_of(layer: nn.Module) -> torch.device:
+    """Where a decoder layer computes, also if its weights are offloaded."""
+    device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    return next(layer.parameters()).device if device is None else torch.device(device)
+
+
+def _without_memories(quantization_config: Any) -> Any:
+    """The quantisation of a backbone, with the memories exempt."""
+    quantization_config = copy.deepcopy(quantization_config)
+    for name in ("llm_int8_skip_modules", "modules_to_not_convert"):
+        if hasattr(quantization_config, name):
+            setattr(quantization_config, name, [*(getattr(quantization_config, name) or []), "memories"])
+    return quantization_config
