@@ -116,6 +116,7 @@ class EngramLMConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         # Bytes, since configs are compared and copied all the time; the model makes a buffer of them.
         self._token_map = None if token_map is None else token_map.numpy().tobytes()
+        self._new_memories = False  # whether a checkpoint without memories is what was asked for
         text_config = self.get_text_config(decoder=True)
         if self.engram_compressed_vocab_size is None:
             self.engram_compressed_vocab_size = text_config.vocab_size
@@ -199,19 +200,21 @@ class EngramLMConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "EngramLMConfig":
-        """As in transformers, but a plain model's configuration is refused: nothing of it would be used."""
+        """As in transformers. A plain causal language model's configuration becomes the backbone of new memories."""
+        options = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("engram_")}
         model_type = config_dict.get("model_type", cls.model_type)
-        if model_type != cls.model_type:
-            raise ValueError(
-                f"This is the configuration of a {model_type!r} model, not of one with n-gram memories. To add memories, load "
-                "it with `AutoModelForCausalLM` and pass it to `EngramForCausalLM.from_backbone`."
-            )
-        return super().from_dict(config_dict, **kwargs)
+        if model_type == cls.model_type:
+            return super().from_dict(config_dict | options, **kwargs)
+        backbone_config = AutoConfig.for_model(**config_dict)
+        loaded = super().from_dict(cls.from_backbone(backbone_config, **options).to_dict(), **kwargs)
+        config = loaded[0] if isinstance(loaded, tuple) else loaded
+        config._new_memories = True
+        return loaded
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the token map, which belongs to the weights."""
         output = super().to_dict()
-        del output["_token_map"]
+        del output["_token_map"], output["_new_memories"]
         return output
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs: Any) -> None:

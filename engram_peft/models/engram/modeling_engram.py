@@ -217,14 +217,17 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """As in transformers, but a checkpoint without the memories' weights is refused: they would be made up.
+        """As in transformers, but a checkpoint of this class that lacks weights of its memories is refused.
+
+        A plain causal language model gets new memories, which say nothing before they are trained; arguments that start with
+        `engram_` describe them. Without a token map: for one, see [`~EngramForCausalLM.from_backbone`].
 
         Raises:
-            `ValueError`: Weights of memories or the token map are missing.
+            `ValueError`: Weights of memories or the token map are missing, and not asked for with `output_loading_info=True`.
         """
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(name for name in info["missing_keys"] if name.startswith(("memories.", "token_map")))
-        if missing:
+        if missing and not model.config._new_memories and not output_loading_info:
             raise ValueError(
                 f"The checkpoint {pretrained_model_name_or_path} lacks {len(missing)} weights of the n-gram memories, among them "
                 f"{missing[0]!r}. To add new memories to a plain model, load it with `AutoModelForCausalLM` and pass it to "
@@ -257,6 +260,11 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             self.token_map = self._fit_token_map(self.token_map)
         return embeddings
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embeddings."""
+        return self.config.get_text_config(decoder=True).vocab_size
+
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Makes sure that a tokenizer is the one that the token map was made from; without a map, any will do.
 
@@ -271,12 +279,12 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             return None
         token_map = self.config.token_map
         if token_map is None:  # it comes with the weights
-            return torch.full((self.config.get_text_config(decoder=True).vocab_size,), -1)
+            return torch.full((self.vocab_size,), -1)
         return self._fit_token_map(token_map)
 
     def _fit_token_map(self, token_map: torch.Tensor) -> torch.Tensor:
         """One entry for each row of the embeddings. Rows without a token in the tokenizer are classes of their own."""
-        return grow_token_map(token_map, self.config.get_text_config(decoder=True).vocab_size)
+        return grow_token_map(token_map, self.vocab_size)
 
     @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     def forward(
@@ -381,8 +389,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         if self.config.engram_masked_token_ids:
             masked = torch.isin(token_ids, token_ids.new_tensor(self.config.engram_masked_token_ids))
             token_ids = token_ids.masked_fill(masked, 0)  # placeholders may lie outside the vocabulary
-        size = self.config.get_text_config(decoder=True).vocab_size
-        _check_all((token_ids >= 0) & (token_ids < size), token_ids, f"outside the vocabulary, 0 to {size - 1}")
+        inside = (token_ids >= 0) & (token_ids < self.vocab_size)
+        _check_all(inside, token_ids, f"outside the vocabulary, 0 to {self.vocab_size - 1}")
         if self.token_map is None:
             return token_ids, masked
         ids = self.token_map.to(token_ids.device)[token_ids]
@@ -405,8 +413,13 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """The backbone's inputs. A padding mask goes along where the backbone's became something else."""
         inputs = self.backbone.prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
-        if attention_mask is not None and inputs.get("attention_mask") is not attention_mask:
-            inputs["engram_attention_mask"] = attention_mask.to(self.device)
+        if inputs.get("attention_mask") is not attention_mask:
+            tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            batch, length = tokens.shape[:2]
+            if attention_mask is None:
+                attention_mask = torch.ones(batch, length, dtype=torch.long)
+            # As long as the tokens, so that the shape stays the same while decoding, for compiled steps.
+            inputs["engram_attention_mask"] = attention_mask[:, -length:].to(tokens.device)
         if engram_input_ids is not None and inputs.get("inputs_embeds") is not None:
             inputs["engram_input_ids"] = engram_input_ids
         return inputs
