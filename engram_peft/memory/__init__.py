@@ -4,6 +4,7 @@ from .hashing import NgramHash
 from .layer import NgramMemory, NgramTable
 from .reach import band_reach, carried_reach, token_reach
 from .spec import NgramMemorySpec
+from .token_map import build_token_map, check_token_map, compress_ids, compressed_vocab_size, grow_token_map
 
 
 __all__ = [
@@ -12,6 +13,11 @@ __all__ = [
     "NgramMemorySpec",
     "NgramTable",
     "band_reach",
+    "build_token_map",
     "carried_reach",
+    "check_token_map",
+    "compress_ids",
+    "compressed_vocab_size",
+    "grow_token_map",
     "token_reach",
 ]

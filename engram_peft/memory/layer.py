@@ -85,6 +85,10 @@ def _mean_square(states: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(states, dim=-1, keepdim=True).square() / states.shape[-1]
 
 
+def _epsilon(eps: float | None, dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if eps is None else eps
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """What scores are computed in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
@@ -111,7 +115,7 @@ class NgramGate(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """`(batch, length, branches, hidden_size)` twice -> `(batch, length, branches, 1)`, float32 at least."""
-        eps = torch.finfo(hidden_states.dtype).eps if self.eps is None else self.eps
+        eps = _epsilon(self.eps, hidden_states.dtype)
         query, key = hidden_states.to(_wide(hidden_states.dtype)), key.to(_wide(key.dtype))
         weighted = query
         if self.query_norm is not None and self.key_norm is not None:
@@ -281,7 +285,8 @@ class NgramMemory(nn.Module):
         if self.conv_norm is not None:
             # All branches share the value, so each one's norm follows from the value's. A masked token's gate is zero, hence
             # its input too.
-            norms = torch.rsqrt(gate.square() * _mean_square(value.to(gate.dtype)) + self.conv_norm.eps)
+            eps = _epsilon(self.conv_norm.eps, value.dtype)
+            norms = torch.rsqrt(gate.square() * _mean_square(value.to(gate.dtype)) + eps)
             conv_inputs = ((gate * norms).to(value.dtype) * value).flatten(-2)
             local = self.conv(conv_inputs, reach, conv_past, self.conv_norm.weight.flatten())  # type: ignore[misc]
             delta = delta + F.silu(local).view_as(delta)

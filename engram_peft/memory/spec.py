@@ -113,11 +113,11 @@ class NgramMemorySpec:
         for name, value in _PRESETS[self.variant].items():
             if getattr(self, name) is None:
                 self._set(name, value)
-        if self.n_heads is None:
-            self._set("n_heads", max(1, self.hidden_size // ((self.max_ngram_size - 1) * self.head_dim)))
         if self.orders is None:
             _at_least("max_ngram_size", self.max_ngram_size, 2)
             self._set("orders", tuple(range(2, self.max_ngram_size + 1)))
+        if self.n_heads is None:
+            self._set("n_heads", max(1, self.hidden_size // (len(self.orders) * self.head_dim)))
         self._set("layer_ids", tuple(self.layer_ids))
         if not isinstance(self.vocab_size, int):
             self._set("vocab_size", tuple(self.vocab_size))

@@ -60,9 +60,7 @@ def grow_token_map(token_map: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([token_map[:length], torch.arange(first, first + more, device=token_map.device)])
 
 
-def check_token_map(
-    token_map: torch.Tensor, tokenizer: PreTrainedTokenizerBase, built_for: int | None = None
-) -> None:
+def check_token_map(token_map: torch.Tensor, tokenizer: PreTrainedTokenizerBase, built_for: int | None = None) -> None:
     """Compares a stored map with a tokenizer, so that a memory is not read with ids that mean something else.
 
     Args:
