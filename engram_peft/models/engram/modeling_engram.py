@@ -211,7 +211,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             # Not `is_quantized`: for the Trainer that is a model with nothing to train.
             self.hf_quantizer = quantizer
             self.quantization_method = self.backbone.quantization_method
-            self.config.quantization_config = _without_memories(self.backbone.config.quantization_config)
+            self.config.quantization_config = _without_memories(quantizer)
 
     @classmethod
     def from_pretrained(
@@ -544,10 +544,10 @@ def _device_of(layer: nn.Module) -> torch.device:
     return next(layer.parameters()).device if device is None else torch.device(device)
 
 
-def _without_memories(quantization_config: Any) -> Any:
-    """The quantisation of a backbone, with the memories exempt."""
-    quantization_config = copy.deepcopy(quantization_config)
+def _without_memories(quantizer: Any) -> Any:
+    """The quantisation of a backbone, with the memories exempt as well."""
+    quantization_config = copy.deepcopy(quantizer.quantization_config)
     for name in ("llm_int8_skip_modules", "modules_to_not_convert"):
         if hasattr(quantization_config, name):
-            setattr(quantization_config, name, [*(getattr(quantization_config, name) or []), "memories"])
+            setattr(quantization_config, name, [*(quantizer.modules_to_not_convert or []), "memories"])
     return quantization_config
