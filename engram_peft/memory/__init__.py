@@ -1,5 +1,14 @@
 """Memory beside the weights: hashed n-gram tables, gated into the hidden states."""
 
+from .capacity import (
+    CapacityPlan,
+    Collisions,
+    count_collisions,
+    count_ngrams,
+    expected_collisions,
+    plan_capacity,
+    slots_for,
+)
 from .hashing import NgramHash
 from .layer import NgramMemory, NgramTable
 from .reach import band_reach, carried_reach, token_reach
@@ -8,6 +17,8 @@ from .token_map import build_token_map, check_token_map, compress_ids, compresse
 
 
 __all__ = [
+    "CapacityPlan",
+    "Collisions",
     "NgramHash",
     "NgramMemory",
     "NgramMemorySpec",
@@ -18,6 +29,11 @@ __all__ = [
     "check_token_map",
     "compress_ids",
     "compressed_vocab_size",
+    "count_collisions",
+    "count_ngrams",
+    "expected_collisions",
     "grow_token_map",
+    "plan_capacity",
+    "slots_for",
     "token_reach",
 ]

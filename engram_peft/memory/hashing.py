@@ -80,11 +80,11 @@ class NgramHash(nn.Module):
             raise ValueError(
                 f"`ids` must hold the {spec.ids_lookback} tokens before this call and its {length} tokens, got {tuple(ids.shape)}."
             )
-        tokens = self._readable_tokens(ids, reach)
+        tokens = self.readable_tokens(ids, reach)
         rows = self._needle_rows(tokens) if spec.variant == "needle" else self._xor_rows(tokens)
         return rows.flatten(-2)
 
-    def _readable_tokens(self, ids: torch.Tensor, reach: torch.Tensor) -> list[torch.Tensor]:
+    def readable_tokens(self, ids: torch.Tensor, reach: torch.Tensor) -> list[torch.Tensor]:
         """`tokens[k]` `(batch, length)` is the token `k` steps back, or the fill where that must not be read."""
         spec = self.spec
         length = reach.shape[1]

@@ -101,7 +101,7 @@ class NgramGate(nn.Module):
     |---|---|
     | `sigmoid` | `sigmoid(s)`; the norms have no weights |
     | `signed_sqrt` | `sigmoid(sign(s) sqrt(max(abs(s), 1e-6)))`, which is 1/2 at 0 |
-    | `copysign` | the same, but a score of 0 keeps its sign |
+    | `copysign` | the same, but `sigmoid(0.001)` at 0, where `sign` is 0 and `copysign` is not |
     """
 
     def __init__(self, spec: NgramMemorySpec) -> None:
@@ -328,7 +328,7 @@ def _equal_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     tokens = len(rows)
     if rows.device.type != "cpu" or tokens < _MANY_TOKENS:
         return None
-    fingerprints = (rows * torch.arange(1, 2 * rows.shape[1], 2) * _FINGERPRINT).sum(-1)
+    fingerprints = (rows * torch.full_like(rows[0], _FINGERPRINT).cumprod(0)).sum(-1)
     kinds = torch.unique(fingerprints, return_inverse=True)[1]
     count = int(kinds.max()) + 1
     if count > _WORTH_SHARING * tokens:
