@@ -10,6 +10,7 @@ from .capacity import (
     slots_for,
 )
 from .hashing import NgramHash
+from .insight import MemoryReport, memory_off, memory_report, record_memory
 from .layer import NgramMemory, NgramTable
 from .reach import band_reach, carried_reach, token_reach
 from .spec import NgramMemorySpec
@@ -19,6 +20,7 @@ from .token_map import build_token_map, check_token_map, compress_ids, compresse
 __all__ = [
     "CapacityPlan",
     "Collisions",
+    "MemoryReport",
     "NgramHash",
     "NgramMemory",
     "NgramMemorySpec",
@@ -33,7 +35,10 @@ __all__ = [
     "count_ngrams",
     "expected_collisions",
     "grow_token_map",
+    "memory_off",
+    "memory_report",
     "plan_capacity",
+    "record_memory",
     "slots_for",
     "token_reach",
 ]
