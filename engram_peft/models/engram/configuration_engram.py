@@ -116,9 +116,10 @@ class EngramLMConfig(PreTrainedConfig):
         token_map = kwargs.pop("token_map", None)
         if isinstance(self.text_config, PreTrainedConfig):
             # A copy, since what follows sets implementations of attention and experts in it: to what they were.
-            self.text_config = copy.deepcopy(self.text_config)
-            kwargs.setdefault("attn_implementation", self.text_config._attn_implementation)
-            kwargs.setdefault("experts_implementation", self.text_config._experts_implementation)
+            text_config: Any = copy.deepcopy(self.text_config)
+            kwargs.setdefault("attn_implementation", text_config._attn_implementation)
+            kwargs.setdefault("experts_implementation", text_config._experts_implementation)
+            self.text_config = text_config
         super().__post_init__(**kwargs)
         # Bytes, since configs are compared and copied all the time; the model makes a buffer of them.
         self._token_map = None if token_map is None else token_map.numpy().tobytes()

@@ -97,11 +97,15 @@ class EngramPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["NgramMemory"]  # the backbone's are added when the model is made
     _no_placement_params = ["table.weight"]  # a table that fits on no accelerator stays in host memory
-    # What attention can do is up to the backbone, which checks again.
+    # What attention and experts can do is up to the backbone, which checks again.
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True
 
     def _init_weights(self, module: nn.Module) -> None:
         # Of the backbone's modules, the backbone takes care.
@@ -317,6 +321,9 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         Raises:
             `ValueError`: Token ids are missing or outside the vocabulary, or another model filled the cache.
         """
+        inputs = inputs_embeds if input_ids is None else input_ids
+        if inputs is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of `input_ids` or `inputs_embeds`.")
         text_config = self.config.get_text_config(decoder=True)
         if use_cache is None:
             use_cache = getattr(text_config, "use_cache", True)
@@ -324,7 +331,13 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             use_cache = False
         if use_cache and cache is None:
             cache = DynamicCache(config=text_config)
-        token_ids = self._token_ids(input_ids, inputs_embeds) if engram_input_ids is None else engram_input_ids
+        token_ids: Any = engram_input_ids
+        if token_ids is None:
+            token_ids = self._token_ids_of(inputs) if input_ids is None else input_ids
+        if token_ids.shape != inputs.shape[:2]:
+            raise ValueError(
+                f"`engram_input_ids` must be {tuple(inputs.shape[:2])}, one a token, got {tuple(token_ids.shape)}."
+            )
         if engram_attention_mask is None:
             engram_attention_mask = _plain_mask(attention_mask)
         self._stream = stream = self._open_stream(
@@ -374,11 +387,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         )
         return TokenStream(ids, reach, carried_reach(reach, ids, spec.eos_token_id), spec, state)
 
-    def _token_ids(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-        if input_ids is not None:
-            return input_ids
-        if inputs_embeds is None:
-            raise ValueError("You must specify exactly one of `input_ids` or `inputs_embeds`.")
+    def _token_ids_of(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             raise ValueError("The memories read token ids: pass `engram_input_ids` along with `inputs_embeds`.")
         return token_ids_of(inputs_embeds, self.get_input_embeddings())
@@ -408,11 +417,14 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         self,
         input_ids: torch.LongTensor,
         attention_mask: torch.Tensor | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
         engram_input_ids: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
         """The backbone's inputs. A padding mask goes along where the backbone's became something else."""
-        inputs = self.backbone.prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs)
+        inputs = self.backbone.prepare_inputs_for_generation(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
         if inputs.get("attention_mask") is not attention_mask:
             tokens = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
             batch, length = tokens.shape[:2]
