@@ -226,7 +226,7 @@ def create_optimizer(
     | what | optimizer | rate | weight decay |
     |---|---|---|---|
     | weights of the backbone's linear layers, heads excepted | `torch.optim.Muon` with AdamW's scale of updates | `lr` | yes |
-    | the rest: embeddings, heads, fused experts, adapters, the memory's projections | `torch.optim.AdamW` | `lr` | where it has two dimensions or more |
+    | the rest: embeddings, heads, fused experts, adapters, the memory's projections | `torch.optim.AdamW` | `lr` | yes, but for biases and norms |
     | n-gram tables | `RowSparseAdam` | `table_lr_ratio * lr` | never |
 
     The tables' gradients become sparse (`table.sparse = True`). Schedulers scale all groups alike, so the ratio lasts.
@@ -257,15 +257,15 @@ def create_optimizer(
     rows = {table.weight for table in tables}
     matrices = _backbone_matrices(model) if muon else set()
 
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     divided: dict[str, list[nn.Parameter]] = {"matrices": [], "decayed": [], "plain": [], "tables": []}
-    for parameter in trained:
+    for name, parameter in trained.items():
         if parameter in rows:
             divided["tables"].append(parameter)
         elif parameter in matrices:
             divided["matrices"].append(parameter)
         else:
-            divided["decayed" if parameter.ndim > 1 else "plain"].append(parameter)
+            divided["plain" if _is_bias_or_norm(name, parameter) else "decayed"].append(parameter)
     if not trained:
         raise ValueError("`model` has no parameter that requires a gradient: nothing would be trained.")
 
@@ -377,6 +377,11 @@ def _backbone_matrices(model: nn.Module) -> set[torch.Tensor]:
     }
     tied = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     return linear - tied
+
+
+def _is_bias_or_norm(name: str, parameter: torch.Tensor) -> bool:
+    """Also those that are matrices: one bias an expert, one norm a branch of the residual stream."""
+    return parameter.ndim < 2 or name.endswith("bias") or "norm" in ".".join(name.rsplit(".", 2)[-2:])
 
 
 def _touched_rows(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
