@@ -13,9 +13,18 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
-from transformers import PreTrainedModel, Trainer, TrainingArguments, default_data_collator, get_scheduler
+from transformers import (
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    get_scheduler,
+)
 
 from engram_peft.memory import NgramMemory, NgramMemorySpec, NgramTable
+from engram_peft.models.engram import EngramForCausalLM, EngramLMConfig
 from engram_peft.training import EngramOptimizer, RowSparseAdam, create_optimizer
 
 
@@ -552,3 +561,89 @@ def test_two_processes_train_as_one(tmp_path: Path):
     train(single, create_optimizer(single, lr=0.01, muon=False), range(4), max_norm=0.1)
     for name, value in single.state_dict().items():
         torch.testing.assert_close(loaded["False-0"][name], value, rtol=1e-4, atol=1e-6)
+
+
+def new_language_model(variant: str) -> EngramForCausalLM:
+    backbone = LlamaConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, eos_token_id=2,
+        pad_token_id=0, max_position_embeddings=64,
+    )  # fmt: skip
+    config = EngramLMConfig.from_backbone(
+        backbone, engram_variant=variant, engram_layer_ids=[1], engram_n_heads=2, engram_head_dim=8,
+        engram_vocab_size=50_000,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return EngramForCausalLM(config)
+
+
+def token_items(low: int, high: int, count: int, length: int = 10) -> list[dict[str, torch.Tensor]]:
+    """Random sequences of the tokens from `low` to below `high`."""
+    ids = torch.randint(low, high, (count, length), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def test_texts_without_a_trained_ngram_keep_their_logits_to_the_bit(tmp_path: Path):
+    """With the memory alone trained, and a variant without biases."""
+    model = new_language_model("qwen_ple")
+    model.requires_grad_(False)
+    model.memories.requires_grad_(True)
+    # Few n-grams in large tables: none of one text collides with one of the other.
+    read, other = token_items(10, 50, 4), torch.stack([item["input_ids"] for item in token_items(50, 90, 2)])
+    with torch.no_grad():
+        known_before, other_before = model(input_ids=read[0]["input_ids"][None]).logits, model(input_ids=other).logits
+    arguments = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, save_strategy="no", max_steps=6,
+        per_device_train_batch_size=4,
+    )  # fmt: skip
+    Trainer(model, arguments, train_dataset=read, optimizers=(create_optimizer(model, lr=0.05), None)).train()
+    model.eval()
+    with torch.no_grad():
+        known_after, other_after = model(input_ids=read[0]["input_ids"][None]).logits, model(input_ids=other).logits
+    assert torch.equal(other_before, other_after)
+    assert (known_after - known_before).abs().max() > 0.01
+    rows = model.memories["1"].table.weight.ne(0).any(1).sum()
+    assert 0 < rows <= 4 * 10 * 4  # at most one row a table and token
+
+
+def test_gradient_checkpointing_changes_no_gradient():
+    plain, checkpointed = new_language_model("deepseek"), new_language_model("deepseek")
+    checkpointed.activation_checkpointing_enable()
+    gradients = []
+    for model in (plain, checkpointed):
+        create_optimizer(model)
+        nn.init.normal_(model.memories["1"].table.weight, generator=torch.Generator().manual_seed(0))
+        ids = torch.stack([item["input_ids"] for item in token_items(10, 50, 4)])
+        model.train()(input_ids=ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.to_dense() for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys() and any("table" in name for name in gradients[0])
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": True}], ids=["padded", "packed"])
+def test_sft_trainer_of_trl(
+    tmp_path: Path, tiny_tokenizer: Callable[..., PreTrainedTokenizerFast], options: dict[str, Any]
+):
+    """Plain, and resumed to the bit. It runs the model without its head, and the memory with it."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    texts = ["the capital of france is paris", "a cat by the river", "one two three four", "the moon is old"] * 4
+    trainers = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        arguments = trl.SFTConfig(
+            str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, save_steps=2, max_steps=4,
+            per_device_train_batch_size=2, max_length=16, bf16=False, **options,
+        )  # fmt: skip
+        model = new_language_model("deepseek")
+        trainer = trl.SFTTrainer(
+            model, arguments, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tiny_tokenizer(),
+            optimizers=(create_optimizer(model, lr=0.05), None),
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        trainers.append(trainer)
+    first, second = (trainer.model for trainer in trainers)
+    assert equal_states(first, second)
+    assert first.memories["1"].table.weight.ne(0).any()
+    losses = [entry["loss"] for entry in trainers[0].state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
