@@ -16,6 +16,9 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 from .spec import NgramMemorySpec
 
 
+_UNDOABLE = 128  # more tokens than assistants propose at once
+
+
 class NgramCacheLayer(LinearAttentionLayer):
     """The last columns of a `(batch, channels, length)` history.
 
@@ -24,14 +27,17 @@ class NgramCacheLayer(LinearAttentionLayer):
     Args:
         content (`str`): What the history is of; layers of the same content belong together.
         length (`int`): How many columns later calls need.
+        owner (`str`): Whose history it is, if several share a cache.
     """
 
     keys = values = None  # read of every layer of a cache by code that gathers or exports them
 
-    def __init__(self, content: str, length: int) -> None:
+    def __init__(self, content: str, length: int, owner: str = "") -> None:
         super().__init__(number_of_states=1)
         self.content = content
         self.length = length
+        self.owner = owner
+        self._recent: torch.Tensor | None = None  # the last columns and some before them, see `crop`
 
     def past(self) -> torch.Tensor | None:
         """`(batch, channels, length)`, or `None` before the first call."""
@@ -43,17 +49,50 @@ class NgramCacheLayer(LinearAttentionLayer):
         """Remembers `(batch, channels, any)`. A short first call is filled up with zeros from the left."""
         if not self.has_previous_state[0]:
             columns = pad(columns, (max(0, self.length - columns.shape[-1]), 0))
-        self.update_conv_state(columns, conv_kernel_size=self.length)
+        everything = self.update_conv_state(columns, conv_kernel_size=self.length)
+        keep = not (self.record_past or torch.compiler.is_compiling())
+        self._recent = everything[..., -self.length - _UNDOABLE :] if keep else None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `-tokens_to_remove` columns.
+
+        Also where nobody called `activate_past_recording`: an adapter's layers are appended by its first forward pass, and
+        assisted decoding has called it by then. Only what came with the last call can be forgotten, up to `_UNDOABLE` columns.
+        """
+        if self.record_past or self._recent is None:
+            super().crop(tokens_to_remove)
+            return
+        if tokens_to_remove == 0:
+            return
+        kept = self._recent[..., :tokens_to_remove]
+        if tokens_to_remove > 0 or kept.shape[-1] < self.length:
+            raise RuntimeError(
+                f"The last {self._recent.shape[-1] - self.length} tokens can be cropped, not {-tokens_to_remove}."
+            )
+        self.conv_states[0].copy_(kept[..., -self.length :])
+        self._recent = kept
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        super().reset()
+        self._recent = None
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Puts the sequences at `beam_idx`."""
+        super().reorder_cache(beam_idx)
+        self._recent = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence `repeats` times."""
         if self.conv_states[0] is not None:
             self.conv_states[0] = self.conv_states[0].repeat_interleave(repeats, dim=0)
+            self._recent = None
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences at `indices`."""
         if self.conv_states[0] is not None:
             self.conv_states[0] = self.conv_states[0][indices]
+            self._recent = None
 
 
 class DecodingState:
@@ -81,13 +120,14 @@ class DecodingState:
         self._layers[f"conv {layer_id}"].append(conv_inputs)
 
 
-def decoding_state(cache: Cache, spec: NgramMemorySpec, backbone_layers: int) -> DecodingState:
+def decoding_state(cache: Cache, spec: NgramMemorySpec, backbone_layers: int, owner: str = "") -> DecodingState:
     """The history that `cache` holds of the memories that `spec` describes; a cache without tokens gets an empty one.
 
     Args:
         cache (`Cache`): Any cache of the backbone.
         spec (`NgramMemorySpec`): The memories.
         backbone_layers (`int`): How many layers of the cache belong to the backbone.
+        owner (`str`): Whose memories they are, if several share the cache: each has a history of its own.
 
     Raises:
         `TypeError`: `cache` is not a list of layers, as a paged cache is not.
@@ -101,7 +141,7 @@ def decoding_state(cache: Cache, spec: NgramMemorySpec, backbone_layers: int) ->
     wanted = [("tokens", spec.ids_lookback)]
     if spec.conv_lookback:
         wanted += [(f"conv {layer_id}", spec.conv_lookback) for layer_id in spec.layer_ids]
-    found = [layer for layer in cache.layers if isinstance(layer, NgramCacheLayer)]
+    found = [layer for layer in cache.layers if isinstance(layer, NgramCacheLayer) and layer.owner == owner]
     if not found:
         if _holds_tokens(cache):
             raise ValueError(
@@ -113,7 +153,7 @@ def decoding_state(cache: Cache, spec: NgramMemorySpec, backbone_layers: int) ->
         ):  # layers are made when they are first used: ours come after them
             missing = max(0, backbone_layers - len(cache.layers))
             cache.layers.extend(cache.layer_class_to_replicate() for _ in range(missing))
-        found = [NgramCacheLayer(content, length) for content, length in wanted]
+        found = [NgramCacheLayer(content, length, owner) for content, length in wanted]
         cache.layers.extend(found)
     elif [(layer.content, layer.length) for layer in found] != wanted:
         raise ValueError(

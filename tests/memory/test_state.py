@@ -86,9 +86,33 @@ def test_a_short_history_can_be_taken_back_to_its_beginning():
     assert torch.equal(layer.past()[..., -2:], columns[..., :2])
 
 
-def test_without_recording_nothing_can_be_taken_back():
+def test_without_recording_the_last_call_can_be_taken_back():
+    """An adapter's layers are made too late to be told to record."""
+    columns = history()
+    layer = NgramCacheLayer("tokens", LENGTH)
+    layer.append(columns[..., :-2])
+    layer.append(columns[..., -2:])
+    layer.crop(0)
+    assert torch.equal(layer.past(), columns[..., -LENGTH:])
+    layer.crop(-1)
+    assert torch.equal(layer.past(), columns[..., -1 - LENGTH : -1])
+    layer.append(columns[..., -1:])
+    assert torch.equal(layer.past(), columns[..., -LENGTH:])
+    with pytest.raises(RuntimeError, match="last 1 tokens can be cropped, not 2"):
+        layer.crop(-2)
+    layer.reorder_cache(torch.tensor([1, 0, 2]))
     with pytest.raises(RuntimeError, match="activate_past_recording"):
-        filled(history()).crop(-1)
+        layer.crop(-1)
+
+
+def test_owners_have_histories_of_their_own():
+    cache, spec = DynamicCache(), NgramMemorySpec(8, [0], 11, compressed_vocab_size=9)
+    one, other = (decoding_state(cache, spec, 1, owner) for owner in ("one", "other"))
+    one.append_tokens(torch.tensor([[5, 6]]), torch.tensor([[1, 2]]))
+    assert other.past_tokens() is None
+    assert decoding_state(cache, spec, 1, "one").past_tokens()[0].tolist() == [[5, 6]]
+    with pytest.raises(ValueError, match="another model filled it"):
+        decoding_state(cache, spec, 1, "third")
 
 
 def test_sequences_are_reordered_repeated_and_selected():
