@@ -47,7 +47,8 @@ class TokenStream:
     def recall(self, memory: NgramMemory, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `memory` adds to `hidden_states`."""
         past = None if self._state is None else self._state.past_conv(memory.layer_id)
-        delta, conv_inputs = memory(hidden_states, self.ids, self.reach, past)
+        device = hidden_states.device  # layers may lie on several
+        delta, conv_inputs = memory(hidden_states, self.ids.to(device), self.reach.to(device), past)
         if conv_inputs is not None:
             self._conv_inputs[memory.layer_id] = conv_inputs
         return delta
@@ -101,18 +102,20 @@ def open_stream(
         state = decoding_state(cache, spec, backbone_layers, owner)
         past = state.past_tokens()
     mask, positions = _plain_mask(attention_mask), _text_positions(position_ids)
+    # In Qwen's layer the end of a text stops the hash, which looks for it itself, but not the convolution.
+    eos_token_id = None if spec.variant == "qwen_ple" else spec.eos_token_id
     reach = token_reach(
         ids,
         attention_mask=None if mask is None else mask.to(ids.device),
         position_ids=None if positions is None else positions.to(ids.device),
         segment_ids=segment_ids,
-        eos_token_id=spec.eos_token_id,
+        eos_token_id=eos_token_id,
         blocked=masked,
         past_reach=None if past is None else past[1].to(ids.device),
         past_length=_seen_tokens(cache, mask),
         limit=spec.lookback,
     )
-    return TokenStream(ids, reach, carried_reach(reach, ids, spec.eos_token_id), spec, state)
+    return TokenStream(ids, reach, carried_reach(reach, ids, eos_token_id), spec, state)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -21,50 +21,11 @@ from transformers.utils.generic import ModelOutput
 
 from ...memory.hashing import NgramHash
 from ...memory.layer import BranchRMSNorm, DilatedConv, NgramMemory, NgramTable
-from ...memory.reach import carried_reach, token_reach
-from ...memory.spec import NgramMemorySpec
-from ...memory.state import DecodingState, decoding_state
+from ...memory.state import decoding_state
+from ...memory.stream import TokenStream, decoder_layers, open_stream
 from ...memory.token_map import check_token_map, grow_token_map
 from .configuration_engram import EngramLMConfig
 from .remote_code import is_remote_code
-
-
-class TokenStream:
-    """What the memories read in one call: the tokens, those before them, and how far each may look back."""
-
-    def __init__(
-        self,
-        ids: torch.Tensor,
-        reach: torch.Tensor,
-        carried: torch.Tensor,
-        spec: NgramMemorySpec,
-        state: DecodingState | None,
-    ) -> None:
-        past = None if state is None else state.past_tokens()
-        before = ids.new_zeros(ids.shape[0], spec.ids_lookback) if past is None else past[0].to(ids.device)
-        self.ids = torch.cat([before, ids], dim=1)
-        self.reach = reach
-        self._new = (ids, carried)
-        self._state = state
-        self._conv_inputs: dict[int, torch.Tensor] = {}
-
-    def recall(self, memory: NgramMemory, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What `memory` adds to `hidden_states`."""
-        past = None if self._state is None else self._state.past_conv(memory.layer_id)
-        delta, conv_inputs = memory(hidden_states, self.ids, self.reach, past)
-        if conv_inputs is not None:
-            self._conv_inputs[memory.layer_id] = conv_inputs
-        return delta
-
-    def remember(self) -> None:
-        """Writes this call's tokens into the decoding state, once nothing can fail any more.
-
-        Not before: masks of hybrid backbones ask the cache whether its last linear layer has seen anything.
-        """
-        if self._state is not None:
-            self._state.append_tokens(*self._new)
-            for layer_id, conv_inputs in self._conv_inputs.items():
-                self._state.append_conv(layer_id, conv_inputs)
 
 
 class MemoryHook:
@@ -88,6 +49,22 @@ class MemoryHook:
         if args:
             return (hidden_states, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden_states}
+
+
+class HeadlessModel:
+    """`model.base_model`: the backbone below its head, with the memories.
+
+    Losses that are computed outside of the model run this and apply the head themselves. Otherwise it is the backbone.
+    """
+
+    def __init__(self, model: EngramForCausalLM) -> None:
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._model._run(self._model.backbone.base_model, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model.backbone, name)
 
 
 class EngramPreTrainedModel(PreTrainedModel):
@@ -165,6 +142,11 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         self._stream: TokenStream | None = None  # set during `forward` only
         self.post_init()
 
+    @property
+    def base_model(self) -> Any:
+        """What yields hidden states instead of logits."""
+        return HeadlessModel(self)
+
     @classmethod
     def from_backbone(cls, backbone: PreTrainedModel, config: EngramLMConfig) -> EngramForCausalLM:
         """Adds memories to a loaded model. The outputs stay the same to the bit until the memories are trained.
@@ -211,7 +193,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         if (device_map := getattr(self.backbone, "hf_device_map", None)) is not None:
             self.hf_device_map = {f"backbone.{name}".removesuffix("."): device for name, device in device_map.items()}
             self.hf_device_map |= {f"memories.{layer_id}": device for layer_id, device in devices.items()}
-        if (quantizer := getattr(self.backbone, "hf_quantizer", None)) is not None:
+        quantizer = getattr(self.backbone, "hf_quantizer", None)
+        if quantizer is not None and not _has_unpacked(quantizer):
             # Not `is_quantized`: for the Trainer that is a model with nothing to train.
             self.hf_quantizer = quantizer
             self.quantization_method = self.backbone.quantization_method
@@ -321,6 +304,37 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         Raises:
             `ValueError`: Token ids are missing or outside the vocabulary, or another model filled the cache.
         """
+        return self._run(
+            self.backbone,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            engram_input_ids=engram_input_ids,
+            engram_attention_mask=engram_attention_mask,
+            engram_segment_ids=engram_segment_ids,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+    def _run(
+        self,
+        module: nn.Module,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        engram_input_ids: torch.Tensor | None = None,
+        engram_attention_mask: torch.Tensor | None = None,
+        engram_segment_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the backbone, or the part of it below the head, with the memories listening."""
         inputs = inputs_embeds if input_ids is None else input_ids
         if inputs is None or (input_ids is not None and inputs_embeds is not None):
             raise ValueError("You must specify exactly one of `input_ids` or `inputs_embeds`.")
@@ -338,21 +352,26 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"`engram_input_ids` must be {tuple(inputs.shape[:2])}, one a token, got {tuple(token_ids.shape)}."
             )
-        if engram_attention_mask is None:
-            engram_attention_mask = _plain_mask(attention_mask)
-        self._stream = stream = self._open_stream(
-            token_ids, engram_attention_mask, _text_positions(position_ids), engram_segment_ids, cache
+        self._stream = stream = open_stream(
+            self.spec,
+            token_ids,
+            vocab_size=self.vocab_size,
+            token_map=self.token_map,
+            masked_token_ids=self.config.engram_masked_token_ids,
+            attention_mask=attention_mask if engram_attention_mask is None else engram_attention_mask,
+            position_ids=position_ids,
+            segment_ids=engram_segment_ids,
+            cache=cache,
+            backbone_layers=text_config.num_hidden_layers,
         )
         try:
-            outputs = self.backbone(
+            outputs = module(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
                 cache=cache,
                 inputs_embeds=inputs_embeds,
-                labels=labels,
                 use_cache=use_cache,
-                logits_to_keep=logits_to_keep,
                 **kwargs,
             )
         finally:
@@ -360,56 +379,10 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         stream.remember()
         return outputs
 
-    def _open_stream(
-        self,
-        token_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        segment_ids: torch.Tensor | None,
-        cache: Cache | None,
-    ) -> TokenStream:
-        spec = self.spec
-        ids, masked = self._classes(token_ids)
-        state = past = None
-        if cache is not None:
-            state = decoding_state(cache, spec, self.config.get_text_config(decoder=True).num_hidden_layers)
-            past = state.past_tokens()
-        reach = token_reach(
-            ids,
-            attention_mask=None if attention_mask is None else attention_mask.to(ids.device),
-            position_ids=None if position_ids is None else position_ids.to(ids.device),
-            segment_ids=segment_ids,
-            eos_token_id=spec.eos_token_id,
-            blocked=masked,
-            past_reach=None if past is None else past[1].to(ids.device),
-            past_length=_seen_tokens(cache, attention_mask),
-            limit=spec.lookback,
-        )
-        return TokenStream(ids, reach, carried_reach(reach, ids, spec.eos_token_id), spec, state)
-
     def _token_ids_of(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
             raise ValueError("The memories read token ids: pass `engram_input_ids` along with `inputs_embeds`.")
         return token_ids_of(inputs_embeds, self.get_input_embeddings())
-
-    def _classes(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Ids after the token map, and where tokens are masked, if any can be."""
-        masked = None
-        if self.config.engram_masked_token_ids:
-            masked = torch.isin(token_ids, token_ids.new_tensor(self.config.engram_masked_token_ids))
-            token_ids = token_ids.masked_fill(masked, 0)  # placeholders may lie outside the vocabulary
-        inside = (token_ids >= 0) & (token_ids < self.vocab_size)
-        _check_all(inside, token_ids, f"outside the vocabulary, 0 to {self.vocab_size - 1}")
-        if self.token_map is None:
-            return token_ids, masked
-        ids = self.token_map.to(token_ids.device)[token_ids]
-        _check_all(
-            ids >= 0,
-            token_ids,
-            "without a token map. The map lies in the model's checkpoint: use `from_pretrained`, or make the config with "
-            "`EngramLMConfig.from_backbone` and a tokenizer",
-        )
-        return ids, masked
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -457,21 +430,6 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         return self.backbone._prepare_position_ids_for_generation(*args, **kwargs)
 
 
-def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The decoder layers of a causal language model, which it keeps in a list of that length.
-
-    Raises:
-        `ValueError`: There is no such list.
-    """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    for module in model.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return module
-    raise ValueError(
-        f"{type(model).__name__} has no `nn.ModuleList` of its {count} decoder layers to put memories before."
-    )
-
-
 def token_ids_of(inputs_embeds: torch.Tensor, embeddings: Any) -> torch.Tensor:
     """The tokens whose embeddings `inputs_embeds` are, `(batch, length)`.
 
@@ -501,38 +459,6 @@ def _fingerprints(rows: torch.Tensor) -> torch.Tensor:
     return (bits * factors).sum(-1)
 
 
-def _check_all(holds: torch.Tensor, token_ids: torch.Tensor, problem: str) -> None:
-    """Raises if some token is not as it should be: at once on the CPU, without waiting on an accelerator."""
-    if torch.compiler.is_compiling():
-        return
-    if not token_ids.is_cpu:
-        torch._assert_async(holds.all(), f"Token ids are {problem}.")
-    elif not bool(holds.all()):
-        raise ValueError(f"Token id {int(token_ids[~holds][0])} is {problem}.")
-
-
-def _plain_mask(attention_mask: Any) -> torch.Tensor | None:
-    """The mask that says which tokens are padding, of the one or several that a backbone takes."""
-    if isinstance(attention_mask, dict):  # by kind of attention
-        masks = [attention_mask.get("full_attention"), *attention_mask.values()]
-        attention_mask = next((mask for mask in masks if isinstance(mask, torch.Tensor)), None)
-    return attention_mask if isinstance(attention_mask, torch.Tensor) else None
-
-
-def _seen_tokens(cache: Cache | None, attention_mask: torch.Tensor | None) -> int | torch.Tensor | None:
-    """Where the first query lies among the keys of a prepared mask."""
-    if attention_mask is None or attention_mask.dim() != 4:
-        return None
-    return 0 if cache is None else cache.get_seq_length()
-
-
-def _text_positions(position_ids: torch.Tensor | None) -> torch.Tensor | None:
-    """Positions in the text, which of multimodal positions `(3 or 4, batch, length)` only the fourth kind are, the first."""
-    if position_ids is None or position_ids.dim() == 2:
-        return position_ids
-    return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
-
-
 def _new_backbone(config: Any) -> PreTrainedModel:
     known = type(config) in AutoModelForCausalLM._model_mapping
     auto_class = AutoModelForCausalLM if known else AutoModelForImageTextToText
@@ -554,6 +480,13 @@ def _device_of(layer: nn.Module) -> torch.device:
     """Where a decoder layer computes, also if its weights are offloaded."""
     device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
     return next(layer.parameters()).device if device is None else torch.device(device)
+
+
+def _has_unpacked(quantizer: Any) -> bool:
+    """Whether loading turned quantised weights into plain ones, as it mostly does with GGUF files."""
+    return getattr(quantizer.quantization_config, "dequantize", False) or not getattr(
+        quantizer, "packed_modules", True
+    )
 
 
 def _without_memories(quantizer: Any) -> Any:

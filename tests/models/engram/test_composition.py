@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 import transformers as t
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.integrations.accelerate import infer_auto_device_map
 
 from engram_peft import EngramForCausalLM, EngramLMConfig
 from engram_peft.memory import NgramMemory
@@ -120,6 +122,64 @@ def test_a_quantised_backbone(method: str, tmp_path):
     fresh = EngramForCausalLM.from_backbone(model, config)
     assert torch.equal(logits(fresh, ids), logits(model, ids))
     assert not torch.equal(logits(grown, ids), logits(model, ids))
+
+
+def write_gguf(model: t.LlamaForCausalLM, path: Path) -> None:
+    """The weights in the names of llama.cpp, which has the halves of every rotated head interleaved."""
+    gguf = pytest.importorskip("gguf")
+    config, weights = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    parts = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    for i in range(config.num_hidden_layers):
+        names |= {f"model.layers.{i}.{ours}": f"blk.{i}.{theirs}" for ours, theirs in parts.items()}
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for ours, theirs in names.items():
+        weight = weights[f"{ours}.weight"]
+        if count := heads.get(theirs.split(".")[-1]):
+            weight = weight.view(count, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        writer.add_tensor(f"{theirs}.weight", weight.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_backbone_from_gguf(tmp_path):
+    plain = backbone()
+    write_gguf(plain, tmp_path / "model.gguf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+    grown = EngramForCausalLM.from_backbone(model, EngramLMConfig.from_backbone(model.config, **SMALL_MEMORY))
+    assert torch.equal(logits(grown, token_ids()), logits(plain, token_ids()))
+    fill(grown).save_pretrained(tmp_path / "grown")  # its weights were unpacked while loading
+    loaded = EngramForCausalLM.from_pretrained(tmp_path / "grown")
+    assert torch.equal(logits(loaded, token_ids()), logits(grown, token_ids()))
+
+
+def test_a_table_too_large_for_any_accelerator_stays_in_host_memory():
+    with torch.device("meta"):
+        model = EngramForCausalLM(engram_config(engram_layer_ids=[1], engram_vocab_size=100_000))
+    backbone_size = sum(4 * parameter.numel() for parameter in model.backbone.parameters())
+    limits = {0: backbone_size + 200_000, 1: backbone_size + 200_000, 2: backbone_size + 200_000, "cpu": 10**9}
+    placed = infer_auto_device_map(
+        model, limits, no_split_module_classes=model._no_split_modules, no_placement_params=model._no_placement_params
+    )
+    assert all(place != "cpu" for name, place in placed.items() if not name.startswith("memories"))
+    assert "memories.1.table.weight" not in placed and placed["memories.1.kv_proj.weight"] in (0, 1, 2)
 
 
 def test_an_offloaded_backbone(tmp_path):
@@ -307,6 +367,16 @@ def test_it_can_be_exported():
     other = token_ids(3, 7)
     actual = program.module()(input_ids=other, use_cache=False).logits
     torch.testing.assert_close(actual, logits(model, other), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "opt"])
+def test_the_base_model_has_no_head_but_memories(kind: str):
+    """Trainers that never make all logits call it, and the head themselves."""
+    model, ids = shared(kind), token_ids()
+    with torch.no_grad():
+        hidden_states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    assert torch.equal(model.get_output_embeddings()(hidden_states), logits(model, ids))
+    assert model.get_decoder() is model.backbone.get_decoder()
 
 
 def test_the_backbone_decides_how_it_runs():

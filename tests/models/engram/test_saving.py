@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from engram_peft import EngramForCausalLM
+from engram_peft.memory.stream import open_stream
 from engram_peft.memory.token_map import build_token_map
 from engram_peft.models.engram.remote_code import source_files
 
@@ -22,7 +23,7 @@ from .tiny import KINDS, VARIANTS, VOCAB_SIZE, backbone, engram, engram_config, 
 
 def stream(model: EngramForCausalLM, ids: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """What the memories read of `ids`: classes with the tokens before, and how far each looks back."""
-    opened = model._open_stream(torch.tensor(ids), None, None, None, None)
+    opened = open_stream(model.spec, torch.tensor(ids), vocab_size=model.vocab_size, token_map=model.token_map)
     return opened.ids, opened.reach
 
 
