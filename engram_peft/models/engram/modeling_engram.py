@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.utils import is_accelerate_available
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import ModelOutput
 
@@ -26,6 +27,10 @@ from ...memory.stream import TokenStream, decoder_layers, open_stream
 from ...memory.token_map import check_token_map, grow_token_map
 from .configuration_engram import EngramLMConfig
 from .remote_code import is_remote_code
+
+
+if is_accelerate_available():  # without it there is no device map
+    from accelerate.hooks import remove_hook_from_module
 
 
 class MemoryHook:
@@ -220,7 +225,31 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
                 f"{missing[0]!r}. To add new memories to a plain model, load it with `AutoModelForCausalLM` and pass it to "
                 "`EngramForCausalLM.from_backbone`."
             )
+        if hasattr(model, "hf_device_map"):
+            model._place_memories()
         return (model, info) if output_loading_info else model
+
+    def _place_memories(self) -> None:
+        """Puts each memory beside its layer, wherever a device map had it; the table stays, or goes to host memory.
+
+        accelerate would bring an offloaded table to the accelerator as a whole, in every pass, for a few rows of it.
+        """
+        layers = decoder_layers(self.backbone)
+        for layer_id in self.spec.layer_ids:
+            memory: Any = self.memories[str(layer_id)]
+            offloaded = [
+                (module, name, hook.weights_map[name])
+                for module in memory.modules()
+                for hook in _hooks_of(module)
+                if getattr(hook, "offload", False)
+                for name, _ in module.named_parameters(recurse=False)
+            ]
+            remove_hook_from_module(memory, recurse=True)
+            for module, name, value in offloaded:
+                trainable = getattr(module, name).requires_grad
+                setattr(module, name, nn.Parameter(value.cpu(), requires_grad=trainable))
+            for child in memory.children():
+                child.to(child.weight.device if child is memory.table else _device_of(layers[layer_id]))
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModelForCausalLM") -> None:
@@ -480,6 +509,12 @@ def _device_of(layer: nn.Module) -> torch.device:
     """Where a decoder layer computes, also if its weights are offloaded."""
     device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
     return next(layer.parameters()).device if device is None else torch.device(device)
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    """What accelerate does around a module's forward."""
+    hook = getattr(module, "_hf_hook", None)
+    return [] if hook is None else list(getattr(hook, "hooks", [hook]))
 
 
 def _has_unpacked(quantizer: Any) -> bool:

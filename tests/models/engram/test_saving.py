@@ -69,20 +69,26 @@ def test_dtype_and_device_map(tmp_path):
     assert AutoModelForCausalLM.from_config(config).memories["1"].table.weight.dtype == torch.bfloat16
 
 
-def test_layers_on_disk(tmp_path):
-    shared().save_pretrained(tmp_path)
-    places = [
-        "token_map",
-        "backbone.model.embed_tokens",
-        "backbone.model.norm",
-        "backbone.model.rotary_emb",
-        "memories",
-    ]
-    device_map = dict.fromkeys([*places, "backbone.lm_head", "backbone.model.layers.0"], "cpu")
-    device_map["backbone.model.layers.1"] = "disk"
+PLACES = [
+    "token_map", "backbone.model.embed_tokens", "backbone.model.norm", "backbone.model.rotary_emb", "backbone.lm_head",
+    "backbone.model.layers.0", "backbone.model.layers.1", "memories.0", "memories.1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("on_disk", ["backbone.model.layers.1", "memories.1"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parts_on_disk(variant: str, on_disk: str, tmp_path):
+    model = shared(variant=variant)
+    model.save_pretrained(tmp_path)
+    device_map = dict.fromkeys(PLACES, "cpu") | {on_disk: "disk"}
     loaded = EngramForCausalLM.from_pretrained(tmp_path, device_map=device_map, offload_folder=tmp_path / "offload")
-    assert loaded.backbone.model.layers[1].mlp.up_proj.weight.is_meta
-    assert torch.equal(logits(loaded, token_ids()), logits(shared(), token_ids()))
+    on_meta = {name for name, parameter in loaded.named_parameters() if parameter.is_meta}
+    assert all(name.startswith("backbone.model.layers.1") for name in on_meta)
+    assert bool(on_meta) == (on_disk == "backbone.model.layers.1")  # memories are taken into host memory
+    assert torch.equal(logits(loaded, token_ids()), logits(model, token_ids()))
+    loaded.save_pretrained(tmp_path / "again")
+    again = EngramForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(logits(again, token_ids()), logits(model, token_ids()))
 
 
 def test_the_token_map_lies_in_the_checkpoint(tiny_tokenizer, tmp_path):
