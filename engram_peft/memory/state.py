@@ -37,7 +37,7 @@ class NgramCacheLayer(LinearAttentionLayer):
         self.content = content
         self.length = length
         self.owner = owner
-        self._recent: torch.Tensor | None = None  # the last columns and some before them, see `crop`
+        self._recent: list[torch.Tensor] = []  # the last columns, as they came: see `crop`
 
     def past(self) -> torch.Tensor | None:
         """`(batch, channels, length)`, or `None` before the first call."""
@@ -46,53 +46,67 @@ class NgramCacheLayer(LinearAttentionLayer):
         return self.conv_states[0][..., -self.length :]
 
     def append(self, columns: torch.Tensor) -> None:
-        """Remembers `(batch, channels, any)`. A short first call is filled up with zeros from the left."""
+        """Remembers `(batch, channels, any)`. In front of the first call there are zeros, however much of it is cropped."""
         if not self.has_previous_state[0]:
-            columns = pad(columns, (max(0, self.length - columns.shape[-1]), 0))
-        everything = self.update_conv_state(columns, conv_kernel_size=self.length)
+            columns = pad(columns, (self.length, 0))
+        recent = self._recent
+        if not recent and (past := self.past()) is not None:
+            recent = [past.clone()]
+        self.update_conv_state(columns, conv_kernel_size=self.length)
         keep = not (self.record_past or torch.compiler.is_compiling())
-        self._recent = everything[..., -self.length - _UNDOABLE :] if keep else None
+        self._recent = self._shortened([*recent, columns]) if keep else []
+
+    def _shortened(self, recent: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Without what nobody can ask for any more."""
+        enough = self.length + _UNDOABLE
+        if recent[-1].shape[-1] > enough:
+            return [recent[-1][..., -enough:].clone()]
+        columns = sum(chunk.shape[-1] for chunk in recent)
+        while columns - recent[0].shape[-1] >= enough:
+            columns -= recent.pop(0).shape[-1]
+        return recent
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last `-tokens_to_remove` columns.
 
         Also where nobody called `activate_past_recording`: an adapter's layers are appended by its first forward pass, and
-        assisted decoding has called it by then. Only what came with the last call can be forgotten, up to `_UNDOABLE` columns.
+        assisted decoding has called it by then. That goes back `_UNDOABLE` columns at least.
         """
-        if self.record_past or self._recent is None:
+        if self.record_past or not self._recent:
             super().crop(tokens_to_remove)
             return
         if tokens_to_remove == 0:
             return
-        kept = self._recent[..., :tokens_to_remove]
+        recent = torch.cat(self._recent, dim=-1)
+        kept = recent[..., :tokens_to_remove]
         if tokens_to_remove > 0 or kept.shape[-1] < self.length:
             raise RuntimeError(
-                f"The last {self._recent.shape[-1] - self.length} tokens can be cropped, not {-tokens_to_remove}."
+                f"The last {recent.shape[-1] - self.length} tokens can be cropped, not {-tokens_to_remove}."
             )
         self.conv_states[0].copy_(kept[..., -self.length :])
-        self._recent = kept
+        self._recent = [kept]
 
     def reset(self) -> None:
         """Forgets everything."""
         super().reset()
-        self._recent = None
+        self._recent = []
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Puts the sequences at `beam_idx`."""
         super().reorder_cache(beam_idx)
-        self._recent = None
+        self._recent = []
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence `repeats` times."""
         if self.conv_states[0] is not None:
             self.conv_states[0] = self.conv_states[0].repeat_interleave(repeats, dim=0)
-            self._recent = None
+            self._recent = []
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences at `indices`."""
         if self.conv_states[0] is not None:
             self.conv_states[0] = self.conv_states[0][indices]
-            self._recent = None
+            self._recent = []
 
 
 class DecodingState:

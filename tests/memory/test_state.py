@@ -73,6 +73,16 @@ def test_tokens_can_be_taken_back():
     assert torch.equal(layer.past(), columns[..., -4 - LENGTH : -4])
 
 
+@pytest.mark.parametrize("recording", [False, True])
+def test_a_first_call_can_be_taken_back(recording):
+    columns = history(length=LENGTH + 1)
+    layer = NgramCacheLayer("tokens", LENGTH)
+    layer.record_past = recording
+    layer.append(columns)
+    layer.crop(-LENGTH)
+    assert torch.equal(layer.past(), torch.cat([torch.zeros(3, 4, LENGTH - 1), columns[..., :1]], dim=-1))
+
+
 def test_a_short_history_can_be_taken_back_to_its_beginning():
     columns = history(length=4)
     layer = NgramCacheLayer("tokens", LENGTH)
@@ -86,23 +96,28 @@ def test_a_short_history_can_be_taken_back_to_its_beginning():
     assert torch.equal(layer.past()[..., -2:], columns[..., :2])
 
 
-def test_without_recording_the_last_call_can_be_taken_back():
+def test_without_recording_the_last_tokens_can_be_taken_back():
     """An adapter's layers are made too late to be told to record."""
-    columns = history()
+    columns = history(length=200)
     layer = NgramCacheLayer("tokens", LENGTH)
-    layer.append(columns[..., :-2])
-    layer.append(columns[..., -2:])
+    layer.append(columns[..., :150])
+    for end in range(151, 201):
+        layer.append(columns[..., end - 1 : end])
     layer.crop(0)
     assert torch.equal(layer.past(), columns[..., -LENGTH:])
+    layer.crop(-60)
+    assert torch.equal(layer.past(), columns[..., 140 - LENGTH : 140])
+    layer.append(columns[..., 140:142])
     layer.crop(-1)
-    assert torch.equal(layer.past(), columns[..., -1 - LENGTH : -1])
-    layer.append(columns[..., -1:])
-    assert torch.equal(layer.past(), columns[..., -LENGTH:])
-    with pytest.raises(RuntimeError, match="last 1 tokens can be cropped, not 2"):
-        layer.crop(-2)
+    assert torch.equal(layer.past(), columns[..., 141 - LENGTH : 141])
+    with pytest.raises(RuntimeError, match="tokens can be cropped, not 150"):
+        layer.crop(-150)
     layer.reorder_cache(torch.tensor([1, 0, 2]))
     with pytest.raises(RuntimeError, match="activate_past_recording"):
         layer.crop(-1)
+    layer.append(columns[..., 141:142])
+    layer.crop(-1)
+    assert torch.equal(layer.past(), columns[[1, 0, 2], :, 141 - LENGTH : 141])
 
 
 def test_owners_have_histories_of_their_own():
