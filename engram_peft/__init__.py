@@ -1,6 +1,6 @@
 """Memory of Hugging Face language models: find it, take it out, carry it as an adapter.
 
-Importing the package makes the ENGRAM method known to PEFT and the Engram model to transformers.
+Importing the package makes the ENGRAM and NGRAM_MEMORY methods known to PEFT and the Engram model to transformers.
 """
 
 from .editing.collection import collect_statistics
@@ -13,6 +13,7 @@ from .editing.tuning import AlphaCurve, AlphaPoint, ItemOutcome, tune_alpha
 from .models.engram import EngramForCausalLM, EngramLMConfig
 from .recipes import unlearn
 from .tuners.engram import EngramConfig, EngramModel
+from .tuners.ngram_memory import NgramMemoryConfig, NgramMemoryModel
 
 
 __version__ = "0.1.0"
@@ -30,6 +31,8 @@ __all__ = [
     "ItemReport",
     "LayerDiagnostics",
     "Moment",
+    "NgramMemoryConfig",
+    "NgramMemoryModel",
     "Provenance",
     "Statistics",
     "collect_statistics",
