@@ -10,6 +10,7 @@ from .editing.sampling import sample_texts
 from .editing.scaling import compose, count_ratio, effective_rank, uniform, weight_norm
 from .editing.statistics import Moment, Provenance, Statistics, merge_statistics
 from .editing.tuning import AlphaCurve, AlphaPoint, ItemOutcome, tune_alpha
+from .memory.writing import MemoryEdit, active_edits, erase_ngrams, write_facts
 from .models.engram import EngramForCausalLM, EngramLMConfig
 from .recipes import unlearn
 from .tuners.engram import EngramConfig, EngramModel
@@ -30,15 +31,18 @@ __all__ = [
     "ItemOutcome",
     "ItemReport",
     "LayerDiagnostics",
+    "MemoryEdit",
     "Moment",
     "NgramMemoryConfig",
     "NgramMemoryModel",
     "Provenance",
     "Statistics",
+    "active_edits",
     "collect_statistics",
     "compose",
     "count_ratio",
     "effective_rank",
+    "erase_ngrams",
     "extract_engram",
     "extract_items",
     "merge_statistics",
@@ -47,4 +51,5 @@ __all__ = [
     "uniform",
     "unlearn",
     "weight_norm",
+    "write_facts",
 ]
