@@ -251,6 +251,7 @@ class NgramMemory(nn.Module):
         ids: torch.Tensor,
         reach: torch.Tensor,
         conv_past: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
         Args:
@@ -259,6 +260,8 @@ class NgramMemory(nn.Module):
             reach (`torch.Tensor`): `(batch, length)`, see `token_reach`.
             conv_past (`torch.Tensor`, *optional*):
                 `(batch, spec.conv_channels, spec.conv_lookback)`, the convolution's inputs before this call; zeros by default.
+            rows (`torch.Tensor`, *optional*):
+                `(batch, length, tables)`: what `NgramHash` says of `ids` and `reach`, if that is known already.
 
         Returns:
             What to add to the hidden states, in their shape; and this call's inputs of the convolution,
@@ -274,7 +277,7 @@ class NgramMemory(nn.Module):
             raise ValueError(
                 f"`hidden_states` must end in {spec.hc_mult} branches of {spec.hidden_size}, got {tuple(hidden_states.shape)}."
             )
-        key, value = self._key_value(ids, reach, hidden_states)
+        key, value = self._key_value(ids, reach, hidden_states, rows)
         conv_inputs: torch.Tensor | None = None
         if spec.conv == "taps":
             conv_inputs = value
@@ -293,12 +296,14 @@ class NgramMemory(nn.Module):
         return delta.view_as(hidden_states), None if conv_inputs is None else conv_inputs.transpose(1, 2)
 
     def _key_value(
-        self, ids: torch.Tensor, reach: torch.Tensor, like: torch.Tensor
+        self, ids: torch.Tensor, reach: torch.Tensor, like: torch.Tensor, rows: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys `(batch, length, branches, hidden_size)` and the value `(batch, length, hidden_size)` of the n-grams."""
         spec = self.spec
         batch, length = reach.shape
-        rows = self.hash(ids, reach)
+        rows = self.hash(ids, reach) if rows is None else rows
+        if rows.shape != (batch, length, spec.n_tables):
+            raise ValueError(f"`rows` must be {(batch, length, spec.n_tables)}, got {tuple(rows.shape)}.")
         if spec.variant == "needle":  # an n-gram that is cut has no rows; other variants hash the fill instead
             whole = torch.stack([reach >= order - 1 for order in spec.orders], dim=-1)
             rows = torch.where(whole.repeat_interleave(spec.n_heads, dim=-1), rows, -1)

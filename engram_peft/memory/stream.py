@@ -35,6 +35,7 @@ class TokenStream:
         carried: torch.Tensor,
         spec: NgramMemorySpec,
         state: DecodingState | None,
+        rows: torch.Tensor | None = None,
     ) -> None:
         past = None if state is None else state.past_tokens()
         before = ids.new_zeros(ids.shape[0], spec.ids_lookback) if past is None else past[0].to(ids.device)
@@ -42,13 +43,16 @@ class TokenStream:
         self.reach = reach
         self._new = (ids, carried)
         self._state = state
+        self._rows = {} if rows is None else dict(zip(spec.layer_ids, rows.unbind(2), strict=True))
         self._conv_inputs: dict[int, torch.Tensor] = {}
 
     def recall(self, memory: NgramMemory, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `memory` adds to `hidden_states`."""
         past = None if self._state is None else self._state.past_conv(memory.layer_id)
         device = hidden_states.device  # layers may lie on several
-        delta, conv_inputs = memory(hidden_states, self.ids.to(device), self.reach.to(device), past)
+        rows = self._rows.get(memory.layer_id)
+        rows = None if rows is None else rows.to(device)
+        delta, conv_inputs = memory(hidden_states, self.ids.to(device), self.reach.to(device), past, rows)
         if conv_inputs is not None:
             self._conv_inputs[memory.layer_id] = conv_inputs
         return delta
@@ -74,6 +78,7 @@ def open_stream(
     attention_mask: Any = None,
     position_ids: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
     cache: Cache | None = None,
     backbone_layers: int = 0,
     owner: str = "",
@@ -89,12 +94,15 @@ def open_stream(
         attention_mask (*optional*): What the model was given: a mask that `token_reach` takes, or a dictionary of such.
         position_ids (`torch.Tensor`, *optional*): What the model was given; a document starts where they start anew.
         segment_ids (`torch.Tensor`, *optional*): `(batch, length)`: a document starts where they change.
+        rows (`torch.Tensor`, *optional*):
+            `(batch, length, layers, tables)`: what hashing these arguments gives, if `NgramRowsCollator` has done it.
         cache (`Cache`, *optional*): Where the call's keys and values go.
         backbone_layers (`int`): How many layers of the cache belong to the backbone.
         owner (`str`): Whose history in the cache it is, if several models' memories share one.
 
     Raises:
-        `ValueError`: Token ids are outside the vocabulary or the map, or the cache was filled without these memories.
+        `ValueError`: Token ids are outside the vocabulary or the map, the cache was filled without these memories, or `rows` have
+            another shape or were computed without the tokens in the cache.
     """
     ids, masked = _classes(token_ids, vocab_size, token_map, masked_token_ids)
     state = past = None
@@ -115,7 +123,13 @@ def open_stream(
         past_length=_seen_tokens(cache, mask),
         limit=spec.lookback,
     )
-    return TokenStream(ids, reach, carried_reach(reach, ids, eos_token_id), spec, state)
+    if rows is not None:
+        expected = (*ids.shape, len(spec.layer_ids), spec.n_tables)
+        if rows.shape != expected:
+            raise ValueError(f"The rows that were computed must be {expected}, got {tuple(rows.shape)}.")
+        if past is not None:
+            raise ValueError("Rows are computed for whole texts, but the cache holds tokens that came before.")
+    return TokenStream(ids, reach, carried_reach(reach, ids, eos_token_id), spec, state, rows)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -274,6 +274,7 @@ class TokenFeed:
                 attention_mask=own.get("engram_attention_mask", given.get("attention_mask")),
                 position_ids=given.get("position_ids"),
                 segment_ids=own.get("engram_segment_ids"),
+                rows=_rows_of(name, own.get("engram_rows"), len(adapters)),
                 masked_token_ids=self._masked_token_ids(name),
                 cache=cache,
                 backbone_layers=self._layer_count,
@@ -308,6 +309,13 @@ class TokenFeed:
             use_cache = getattr(config, "use_cache", False)
         checkpointing = model.training and model.is_activation_checkpointing and torch.is_grad_enabled()
         return DynamicCache(config=config) if use_cache and not checkpointing else None
+
+
+def _rows_of(name: str, rows: Any, adapters: int) -> torch.Tensor | None:
+    """What a collator computed for an adapter: one tensor if one is active, else one by name."""
+    if isinstance(rows, torch.Tensor) and adapters > 1:
+        raise ValueError(f"`engram_rows` must be a dictionary by adapter, since {adapters} of them are active.")
+    return rows.get(name) if isinstance(rows, dict) else rows
 
 
 def _rows_for(name: str, adapter_names: list[str], token_ids: torch.Tensor) -> torch.Tensor:
