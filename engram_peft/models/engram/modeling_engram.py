@@ -85,8 +85,7 @@ class EngramPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
 
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
+    def _grouped_mm_can_dispatch(self) -> bool:
         return True
 
     def _init_weights(self, module: nn.Module) -> None:

@@ -406,3 +406,12 @@ def test_a_memory_stands_before_the_layer_that_its_number_names():
 
 def test_every_tiny_backbone_is_another_architecture():
     assert len({config.model_type for config in BACKBONES.values()}) == len(KINDS) == 9
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_experts_run_as_the_backbone_is_told(implementation: str):
+    model, ids = engram("mixtral"), token_ids()
+    expected = logits(model, ids)
+    model.set_experts_implementation(implementation)
+    assert model.backbone.config._experts_implementation == implementation
+    torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=1e-5)

@@ -31,7 +31,10 @@ def stepwise(model: EngramForCausalLM, ids: torch.Tensor, ends: list[int], cache
     """Logits of `ids` passed in pieces that end at `ends`."""
     outputs, begin = [], 0
     for end in ends:
-        out = (model if begin == 0 or step is None else step)(input_ids=ids[:, begin:end], cache=cache, use_cache=True)
+        # As `generate` passes positions: OPT cannot be compiled without.
+        kwargs = {} if step is None else {"position_ids": torch.arange(begin, end)[None]}
+        run = model if begin == 0 or step is None else step
+        out = run(input_ids=ids[:, begin:end], cache=cache, use_cache=True, **kwargs)
         cache, begin = out.cache, end
         outputs.append(out.logits)
     return torch.cat(outputs, dim=1)
