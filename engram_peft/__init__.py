@@ -1,6 +1,6 @@
 """Memory of Hugging Face language models: find it, take it out, carry it as an adapter.
 
-Importing the package makes the ENGRAM method known to PEFT.
+Importing the package makes the ENGRAM and NGRAM_MEMORY methods known to PEFT and the Engram model to transformers.
 """
 
 from .checkpoints import edit_checkpoint
@@ -12,8 +12,11 @@ from .editing.sampling import sample_texts
 from .editing.scaling import compose, count_ratio, effective_rank, uniform, weight_norm
 from .editing.statistics import Moment, Provenance, Statistics, merge_statistics
 from .editing.tuning import AlphaCurve, AlphaPoint, ItemOutcome, tune_alpha
+from .memory.writing import MemoryEdit, active_edits, erase_ngrams, write_facts
+from .models.engram import EngramForCausalLM, EngramLMConfig
 from .recipes import unlearn
 from .tuners.engram import EngramConfig, EngramModel
+from .tuners.ngram_memory import NgramMemoryConfig, NgramMemoryModel
 
 
 __version__ = "0.1.0"
@@ -22,6 +25,8 @@ __all__ = [
     "AlphaCurve",
     "AlphaPoint",
     "EngramConfig",
+    "EngramForCausalLM",
+    "EngramLMConfig",
     "EngramModel",
     "ExtractionReport",
     "ItemOptions",
@@ -29,14 +34,19 @@ __all__ = [
     "ItemReport",
     "LayerDiagnostics",
     "LayerKind",
+    "MemoryEdit",
     "Moment",
+    "NgramMemoryConfig",
+    "NgramMemoryModel",
     "Provenance",
     "Statistics",
+    "active_edits",
     "collect_statistics",
     "compose",
     "count_ratio",
     "edit_checkpoint",
     "effective_rank",
+    "erase_ngrams",
     "extract_engram",
     "extract_items",
     "merge_statistics",
@@ -46,4 +56,5 @@ __all__ = [
     "uniform",
     "unlearn",
     "weight_norm",
+    "write_facts",
 ]

@@ -39,3 +39,4 @@ def register_once(name: str, config_cls: Any, model_cls: Any) -> None:
 
 
 add_peft_type("ENGRAM")
+add_peft_type("NGRAM_MEMORY")

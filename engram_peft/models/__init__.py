@@ -1,0 +1,1 @@
+"""Models in the shape of transformers'."""
