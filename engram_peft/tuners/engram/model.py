@@ -99,7 +99,7 @@ class EngramModel(BaseTuner):
             )
         finally:
             if is_beside:
-                model.peft_config = {**vars(model).get("peft_config", {}), **others}
+                vars(model)["peft_config"] = {**vars(model).get("peft_config", {}), **others}
         keep_packed_weights(self)
         self._required_grad = required_grad
         self.reports: dict[str, ExtractionReport | ItemReport] = {}
