@@ -52,12 +52,13 @@ def input_device(model: nn.Module) -> torch.device:
     return found
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, bool]]:
-    """Every Parameter, and whether accelerate would load it."""
-    for module in model.modules():
-        is_offloaded = offload_hook(module) is not None
-        for parameter in module.parameters(recurse=False):
-            yield parameter, is_offloaded
+def _weights(module: nn.Module, is_offloaded: bool = False) -> Iterator[tuple[nn.Parameter, bool]]:
+    """Every Parameter, and whether accelerate would load it, by its own module or by one around it."""
+    hook = offload_hook(module)
+    for parameter in module.parameters(recurse=False):
+        yield parameter, is_offloaded or hook is not None
+    for child in module.children():
+        yield from _weights(child, is_offloaded or getattr(hook, "place_submodules", False))
 
 
 def offload_hook(module: nn.Module) -> Any | None:
@@ -122,8 +123,16 @@ def float_weight(layer: nn.Module) -> torch.Tensor:
 
     Offloaded weights are loaded, sharded ones gathered and quantised ones dequantised. Where a library cannot dequantise,
     the weight is what the layer makes of the unit vectors.
+
+    Raises:
+        `ValueError`: The weight is on the meta device, and the layer does not load it by itself.
     """
     with onloaded(layer):
+        if getattr(getattr(layer, "weight", None), "is_meta", False):
+            raise ValueError(
+                f"The weight of {layer} is on the meta device, and is loaded with a module around the layer if at all. Offload without "
+                "`preload_module_classes`."
+            )
         backend = _backend(layer)
         if backend is not None:
             if not backend.supports_merge or is_packed(layer):

@@ -114,6 +114,16 @@ def test_weights_are_found_and_let_go(offloaded, tiny_model):
     assert layer.weight.is_meta
 
 
+def test_weights_that_come_with_a_module_around_them(tiny_model, tokenizer):
+    """They are there while the model runs, and so for collection; a layer alone cannot get at its own."""
+    model = accelerate.cpu_offload(tiny_model("llama"), "cpu", preload_module_classes=["LlamaMLP"])
+    plain = tiny_model("llama")
+    found, expected = (collect_statistics(m, RETAIN, tokenizer=tokenizer) for m in (model, plain))
+    assert all(torch.equal(found.covariance(name), expected.covariance(name)) for name in expected.moments)
+    with pytest.raises(ValueError, match="module around the layer.*preload_module_classes"):
+        float_weight(model.model.layers[0].mlp.down_proj)
+
+
 def test_model_on_the_meta_device_is_left_as_it_was(tiny_model, tokenizer):
     model = tiny_model("llama").to("meta")
     names = [name for name, _ in model.named_modules()]

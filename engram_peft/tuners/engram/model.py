@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
@@ -100,7 +100,7 @@ class EngramModel(BaseTuner):
             )
         finally:
             if is_beside:
-                cast(Any, model).peft_config = {**vars(model).get("peft_config", {}), **others}
+                vars(model)["peft_config"] = {**vars(model).get("peft_config", {}), **others}
         keep_packed_weights(self)
         self._required_grad = required_grad
         self.reports: dict[str, ExtractionReport | ItemReport] = {}
