@@ -12,6 +12,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .encoding import Batch, Item, batches, encode_items, tokenizer_fingerprint
-from .selection import Selection, base_layer_of, editable_layers, output_head, select_layers, unwrap
-from .statistics import Moment, Provenance, Statistics
+from .experts import ExpertCollector, ParameterStack
+from .parameters import expert_parameters, select_parameters
+from .selection import Selection, base_layer_of, outer_modules, output_head, select_layers, unwrap
+from .statistics import Moment, Provenance, Statistics, full_precision
 
 
 MaskFn = Callable[[Any], torch.Tensor]
@@ -38,6 +41,8 @@ def collect_statistics(
     exclude_modules: list[str] | str | None = None,
     layers_to_transform: list[int] | int | None = None,
     layers_pattern: list[str] | str | None = None,
+    target_parameters: list[str] | None = None,
+    target_experts: bool = True,
     batch_size: int = 8,
     max_length: int = 512,
     device: str | torch.device | None = None,
@@ -64,12 +69,17 @@ def collect_statistics(
         exclude_modules (`list[str]` or `str`, *optional*): Which of them not.
         layers_to_transform (`list[int]` or `int`, *optional*): Only those with these indices.
         layers_pattern (`list[str]` or `str`, *optional*): Name of the layers' container.
+        target_parameters (`list[str]`, *optional*):
+            Which Parameters, as in a PEFT config: those that hold the weights of all experts of a layer, or a matrix of a module
+            that is no linear layer.
+        target_experts (`bool`): Whether every linear layer includes experts whose weights are stacked.
         batch_size (`int`): Texts a batch.
         max_length (`int`): Longer texts are cut on the right.
         device (`str` or `torch.device`, *optional*): Where the sums are kept; by default beside the layer.
 
     Returns:
-        `Statistics`: One moment a layer, by its name in the unwrapped model.
+        `Statistics`: One moment a layer, by its name in the unwrapped model; where a Parameter holds the weights of experts one
+        an expert, `<name of the Parameter>.<index>`, which is empty for experts that no row was sent to.
 
     Raises:
         `ValueError`: No layer matches; a mask is not boolean, has another shape than the ids, or is empty everywhere; a layer
@@ -81,12 +91,13 @@ def collect_statistics(
         raise TypeError(
             f"{type(base).__name__} is an encoder-decoder model, which `collect_statistics` does not support."
         )
-    selection = Selection(target_modules, exclude_modules, layers_to_transform, layers_pattern)
-    layers = _engram_layers(base) if selection == Selection() else {}
-    layers = layers or select_layers(base, selection)
+    selection = Selection(target_modules, exclude_modules, layers_to_transform, layers_pattern, target_parameters)
+    layers, stacks = _engram_layers(base) if selection == Selection() else ({}, {})
+    if not layers and not stacks:
+        layers, stacks = _select(base, selection, target_experts)
     stream = _Stream(data, tokenizer, mask_fn, token_position, batch_size, max_length)
 
-    collector = Collector(layers, device)
+    collector = Collector(layers, device, experts=ExpertCollector(base, stacks, device))
     # a caller's inference mode would hide in-place changes from us
     with torch.inference_mode(False), torch.no_grad(), evaluating(base), collector:
         run = BodyRunner(base, layers, collector)
@@ -99,8 +110,35 @@ def collect_statistics(
     return Statistics(collector.sinks(), stream.provenance(base))
 
 
-def _engram_layers(base: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in editable_layers(base).items() if hasattr(module, "engram_A")}
+def _engram_layers(base: nn.Module) -> tuple[dict[str, nn.Module], dict[str, ParameterStack]]:
+    """The layers and the experts' weights of the ENGRAM adapters, by name."""
+    layers: dict[str, nn.Module] = {}
+    stacks: dict[str, ParameterStack] = {}
+    for name, module in base.named_modules():
+        if not hasattr(module, "engram_A"):
+            continue
+        stack: ParameterStack | None = getattr(module, "stack", None)
+        if stack is None:
+            layers[name] = module
+        elif stack.is_routed:
+            stacks[module.public_name(name)] = stack
+        else:
+            layers[module.public_name(name)] = module
+    return layers, stacks
+
+
+def _select(
+    base: nn.Module, selection: Selection, target_experts: bool
+) -> tuple[dict[str, nn.Module], dict[str, ParameterStack]]:
+    """The layers and the experts' weights that are asked for, by name."""
+    targets = selection.target_parameters
+    if targets is None and target_experts and selection.target_modules in (None, "all-linear"):
+        targets = expert_parameters(base, selection)
+    chosen = select_parameters(base, replace(selection, target_parameters=targets))
+    layers = select_layers(base, selection)
+    outer = {base_layer_of(module): module for _, module in outer_modules(base)}
+    layers |= {name: outer[stack.module] for name, stack in chosen.items() if not stack.is_routed}
+    return layers, {name: stack for name, stack in chosen.items() if stack.is_routed}
 
 
 @contextmanager
@@ -357,30 +395,22 @@ class _Group:
 
     def fold(self) -> None:
         if self.pending is not None:
-            with _full_precision(self.pending.device):
+            with full_precision(self.pending.device):
                 self.sink.add(self.pending)
             self.pending = None
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast, and no TF32 or bfloat16 shortcuts in float32 products: either costs three digits."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 class Collector:
     """Forward pre-hooks on the selected layers, and the sinks that they feed."""
 
     def __init__(
-        self, layers: dict[str, nn.Module], device: str | torch.device | None, sink: Callable[[int], Any] = Moment
+        self,
+        layers: dict[str, nn.Module],
+        device: str | torch.device | None,
+        sink: Callable[[int], Any] = Moment,
+        experts: ExpertCollector | None = None,
     ) -> None:
-        self.layers, self.device, self.sink = layers, device, sink
+        self.layers, self.device, self.sink, self.experts = layers, device, sink, experts
         self.names = {module: name for name, module in layers.items()}
         self.group_of: dict[str, _Group] = {}
         self.handles: list[Any] = []
@@ -393,19 +423,28 @@ class Collector:
     def __enter__(self) -> Collector:
         for module in self.layers.values():
             self.handles.append(module.register_forward_pre_hook(self._hook, with_kwargs=True))
+        if self.experts is not None:
+            self.experts.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self.experts is not None:
+            self.experts.__exit__(*error)
         for handle in self.handles:
             handle.remove()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self.listening = False
+        self._listen(False)
         try:
             yield
         finally:
-            self.listening = True
+            self._listen(True)
+
+    def _listen(self, listening: bool) -> None:
+        self.listening = listening
+        if self.experts is not None:
+            self.experts.listening = listening
 
     def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.listening:
@@ -413,6 +452,8 @@ class Collector:
 
     def start_batch(self, mask: torch.Tensor | None) -> None:
         self.mask, self.mask_is_full = mask, mask is None or bool(mask.all())
+        if self.experts is not None:
+            self.experts.mask = mask
 
     def end_batch(self) -> None:
         for group in set(self.group_of.values()):
@@ -495,9 +536,12 @@ class Collector:
         unfed = [name for name in self.layers if name not in self.group_of or self.group_of[name].sink.count == 0]
         if unfed:
             raise ValueError(f"The forward pass never fed {unfed[:5]}. Leave them out with `exclude_modules`.")
+        if self.experts is not None:
+            self.experts.check_fed()
 
     def sinks(self) -> dict[str, Any]:
-        return {name: self.group_of[name].sink for name in self.layers}
+        of_experts = {} if self.experts is None else self.experts.sinks()
+        return {name: self.group_of[name].sink for name in self.layers} | of_experts
 
 
 def _has_bias(module: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 from peft import PeftModel
@@ -26,14 +26,13 @@ class Selection:
     exclude_modules: list[str] | set[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
-    target_parameters: None = None
+    target_parameters: list[str] | None = None
     modules_to_save: list[str] | None = None
 
     @classmethod
     def of(cls, config: Any) -> Selection:
         """The selection that a PEFT config makes."""
-        names = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
-        return cls(**{name: getattr(config, name) for name in names})
+        return cls(**{field.name: getattr(config, field.name, field.default) for field in fields(cls)})
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -75,12 +74,15 @@ def editable_layers(model: nn.Module) -> dict[str, nn.Module]:
 def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module]:
     """The layers of the unwrapped `model` that `selection` means, in the model's order.
 
-    `target_modules=None` and `"all-linear"` mean every editable layer but the output head, as in PEFT.
+    `target_modules=None` and `"all-linear"` mean every editable layer but the output head, as in PEFT; with
+    `target_parameters` and no `target_modules` there are none.
 
     Raises:
         `ValueError`: Nothing matches, or `layers_to_transform` lists a layer that the model does not have.
         `TypeError`: A matching module is not an `nn.Linear` or `Conv1D`.
     """
+    if selection.target_parameters and not selection.target_modules:
+        return {}
     layers = editable_layers(model)
     if selection.target_modules is None or selection.target_modules == "all-linear":
         head = output_head(model)
