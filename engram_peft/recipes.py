@@ -198,6 +198,7 @@ def _collect_all(
         "token_position": extraction.pop("token_position", "answer"),
         **sizes,
         **{name: value for name, value in vars(Selection.of(config)).items() if name in _COLLECTION_SELECTS_BY},
+        "target_experts": config.target_experts,
     }
     weight, null_space = extraction.pop("retain_weight", 1.0), extraction.pop("null_space", False)
     target = collect_statistics(model, item_texts(forget), **options)
@@ -221,4 +222,10 @@ def _collect_all(
     return target, merge_statistics(*parts)
 
 
-_COLLECTION_SELECTS_BY = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_COLLECTION_SELECTS_BY = (
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "target_parameters",
+)

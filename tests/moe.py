@@ -19,35 +19,35 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 _KINDS: dict[str, dict[str, Any]] = {
-    "mixtral": {"intermediate_size": 12, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
+    "mixtral": {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 2},
     "qwen3_moe": {
-        "intermediate_size": 12, "moe_intermediate_size": 12, "num_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": 8,
+        "intermediate_size": 24, "moe_intermediate_size": 24, "num_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": 8,
         "mlp_only_layers": [], "decoder_sparse_step": 1,
     },
     "deepseek_v3": {
-        "intermediate_size": 12, "moe_intermediate_size": 12, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2,
+        "intermediate_size": 24, "moe_intermediate_size": 24, "n_routed_experts": EXPERTS, "num_experts_per_tok": 2,
         "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
         "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 2,
     },
     "gpt_oss": {
-        "intermediate_size": 12, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "nemotron_h": {
         "layers_block_type": ["attention", "moe"], "n_routed_experts": EXPERTS, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 12, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
         "head_dim": 8, "mamba_num_heads": 2, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 4, "num_hidden_layers": 2,
     },
     "llama4_text": {
-        "intermediate_size": 12, "intermediate_size_mlp": 12, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "head_dim": 8,
+        "intermediate_size": 24, "intermediate_size_mlp": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 1, "head_dim": 8,
         "moe_layers": [0, 1], "use_qk_norm": False,
     },
     "dbrx": {
         "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 64, "resid_pdrop": 0.0,
         "attn_config": {"kv_n_heads": 1, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 12, "moe_num_experts": EXPERTS, "moe_top_k": 2},
+        "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": EXPERTS, "moe_top_k": 2},
     },
-    "jetmoe": {"intermediate_size": 12, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "kv_channels": 8},
+    "jetmoe": {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 2, "kv_channels": 8},
 }  # fmt: skip
 _LEFT_OUT = {
     "dbrx": {

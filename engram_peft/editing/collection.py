@@ -23,7 +23,16 @@ from transformers.utils import logging
 from .encoding import Batch, Item, batches, encode_items, tokenizer_fingerprint
 from .experts import ExpertCollector, ParameterStack
 from .parameters import expert_parameters, select_parameters
-from .selection import Selection, base_layer_of, outer_modules, output_head, select_layers, unwrap
+from .routing import RowTokens, expert_family, expert_module
+from .selection import (
+    Selection,
+    base_layer_of,
+    input_width,
+    outer_modules,
+    output_head,
+    select_layers,
+    unwrap,
+)
 from .statistics import Moment, Provenance, Statistics, full_precision
 
 
@@ -97,7 +106,9 @@ def collect_statistics(
         layers, stacks = _select(base, selection, target_experts)
     stream = _Stream(data, tokenizer, mask_fn, token_position, batch_size, max_length)
 
-    collector = Collector(layers, device, experts=ExpertCollector(base, stacks, device))
+    collector = Collector(
+        layers, device, experts=ExpertCollector(base, stacks, device), tokens=RowTokens(base, layers)
+    )
     # a caller's inference mode would hide in-place changes from us
     with torch.inference_mode(False), torch.no_grad(), evaluating(base), collector:
         run = BodyRunner(base, layers, collector)
@@ -409,8 +420,9 @@ class Collector:
         device: str | torch.device | None,
         sink: Callable[[int], Any] = Moment,
         experts: ExpertCollector | None = None,
+        tokens: RowTokens | None = None,
     ) -> None:
-        self.layers, self.device, self.sink, self.experts = layers, device, sink, experts
+        self.layers, self.device, self.sink, self.experts, self.tokens = layers, device, sink, experts, tokens
         self.names = {module: name for name, module in layers.items()}
         self.group_of: dict[str, _Group] = {}
         self.handles: list[Any] = []
@@ -418,18 +430,20 @@ class Collector:
         self.mask_is_full = True
         self.first_batch = True
         self.listening = True
-        self.by_tensor: dict[tuple[int, bool], _Group] = {}  # first batch: the group of every tensor seen in it
+        self.by_tensor: dict[tuple[int, bool], _Group] = {}  # the groups that this batch made, by the tensor seen
 
     def __enter__(self) -> Collector:
         for module in self.layers.values():
             self.handles.append(module.register_forward_pre_hook(self._hook, with_kwargs=True))
-        if self.experts is not None:
-            self.experts.__enter__()
+        for beside in (self.experts, self.tokens):
+            if beside is not None:
+                beside.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.experts is not None:
-            self.experts.__exit__(*error)
+        for beside in (self.experts, self.tokens):
+            if beside is not None:
+                beside.__exit__(*error)
         for handle in self.handles:
             handle.remove()
 
@@ -454,6 +468,8 @@ class Collector:
         self.mask, self.mask_is_full = mask, mask is None or bool(mask.all())
         if self.experts is not None:
             self.experts.mask = mask
+        if self.tokens is not None:
+            self.tokens.num_tokens = None if mask is None else mask.numel()
 
     def end_batch(self) -> None:
         for group in set(self.group_of.values()):
@@ -486,11 +502,9 @@ class Collector:
     def _first_group(self, name: str, module: nn.Module, x: torch.Tensor) -> _Group:
         has_bias = _has_bias(module)
         key = (id(x), has_bias)
-        group = self.by_tensor.get(key) if self.first_batch else None
+        group = self.by_tensor.get(key)
         if group is None or not group.holds(x):
-            group = _Group(self.sink(x.shape[-1] + has_bias))
-            if self.first_batch:
-                self.by_tensor[key] = group
+            group = self.by_tensor[key] = _Group(self.sink(x.shape[-1] + has_bias))
         group.members.append(name)
         self.group_of[name] = group
         return group
@@ -512,7 +526,10 @@ class Collector:
     def _rows(self, name: str, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """The selected rows in float32, with a column of ones where the layer has a bias: `(n, dim)`."""
         rows = x.detach().reshape(-1, x.shape[-1])
-        if self.mask is not None:
+        chosen = self._chosen_of_expert(name, len(rows))
+        if chosen is not None:
+            rows = rows[chosen]
+        elif self.mask is not None and not (self.mask_is_full and expert_module(name) is not None):
             if self.mask.numel() != len(rows):
                 raise ValueError(
                     f"The input of {name} has {len(rows)} rows, the mask has {self.mask.numel()} entries: the layer does not "
@@ -530,10 +547,27 @@ class Collector:
             rows = torch.cat([rows, rows.new_ones(len(rows), 1)], dim=1)
         return rows
 
+    def _chosen_of_expert(self, name: str, count: int) -> torch.Tensor | None:
+        """Which of the rows that an expert is handed are selected; `None` if it is no expert, or has all rows selected."""
+        if self.mask is None or self.tokens is None or expert_module(name) is None:
+            return None
+        tokens = self.tokens.of(name)
+        if tokens is None or len(tokens) != count:
+            if self.mask_is_full:
+                return None
+            raise ValueError(
+                f"The rows that reach {name} cannot be followed from the input of its mixture, so the mask cannot be applied to "
+                "them. Leave the layer out with `exclude_modules`."
+            )
+        return (tokens >= 0) & self.mask.to(tokens.device).flatten()[tokens.clamp_min(0)]
+
     def check_fed(self, selected: int) -> None:
         if selected == 0:
             raise ValueError("The mask selects no token of the data: there is nothing to collect.")
-        unfed = [name for name in self.layers if name not in self.group_of or self.group_of[name].sink.count == 0]
+        fed = {name for name, group in self.group_of.items() if group.sink.count}
+        # a router may never choose an expert, but some it does
+        fed_families = {expert_family(name) for name in fed if expert_module(name) is not None}
+        unfed = [name for name in self.layers if name not in fed and expert_family(name) not in fed_families]
         if unfed:
             raise ValueError(f"The forward pass never fed {unfed[:5]}. Leave them out with `exclude_modules`.")
         if self.experts is not None:
@@ -541,7 +575,11 @@ class Collector:
 
     def sinks(self) -> dict[str, Any]:
         of_experts = {} if self.experts is None else self.experts.sinks()
-        return {name: self.group_of[name].sink for name in self.layers} | of_experts
+        return {name: self._sink_of(name) for name in self.layers} | of_experts
+
+    def _sink_of(self, name: str) -> Any:
+        group, module = self.group_of.get(name), self.layers[name]
+        return self.sink(input_width(module) + _has_bias(module)) if group is None else group.sink
 
 
 def _has_bias(module: nn.Module) -> bool:

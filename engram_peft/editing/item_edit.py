@@ -191,6 +191,11 @@ def extract_items(
     """
     chosen = ItemOptions(**options)
     config, layers = adapter_layers(model, adapter_name)
+    if parameters := [name for name, layer in layers.items() if hasattr(layer, "parameter_name")]:
+        raise ValueError(
+            f"The adapter {adapter_name!r} edits Parameters ({parameters[:2]}), which cannot be done item by item. Fill it with "
+            "`extract_engram`, or make it without `target_parameters` and with `target_experts=False`."
+        )
     if adapter_name not in model.active_adapters:
         raise ValueError(
             f"The adapter {adapter_name!r} is not active: call `model.set_adapter({adapter_name!r})` first."

@@ -43,7 +43,7 @@ def select_parameters(model: nn.Module, selection: Selection) -> dict[str, Param
             raise ValueError(f"`target_parameters` lists {target!r}, which no parameter of the model is called.{hint}")
     chosen = replace(selection, target_modules=set(targets), target_parameters=None)
     return {
-        name: _stack(name, module, parameter)
+        name: parameter_stack(name, module, parameter)
         for name, (module, parameter) in known.items()
         if targets and check_target_module_exists(chosen, name) and not _is_excluded(chosen, name)
     }
@@ -70,7 +70,12 @@ def _short(name: str) -> str:
     return ".".join(name.split(".")[-2:])
 
 
-def _stack(name: str, module: nn.Module, parameter: str) -> ParameterStack:
+def parameter_stack(name: str, module: nn.Module, parameter: str) -> ParameterStack:
+    """The Parameter called `parameter` in `module`, and `name` in the model.
+
+    Raises:
+        `TypeError`: It cannot be edited.
+    """
     stack = stack_of(module, parameter)
     if stack is not None:
         return stack

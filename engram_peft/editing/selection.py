@@ -32,7 +32,7 @@ class Selection:
     @classmethod
     def of(cls, config: Any) -> Selection:
         """The selection that a PEFT config makes."""
-        return cls(**{field.name: getattr(config, field.name, field.default) for field in fields(cls)})
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -51,7 +51,7 @@ class EngramLayer(BaseTunerLayer):
     """
 
     adapter_layer_names = ("engram_A", "engram_B", "engram_strength")
-    other_param_names = (
+    other_param_names: tuple[str, ...] = (
         "engram_alpha",
         "engram_scale",
         "engram_scaling",
@@ -74,7 +74,10 @@ class EngramLayer(BaseTunerLayer):
         # the base layer's own Parameters while it is merged: putting them back is exact and restores ties, too
         self._unmerged: tuple[nn.Parameter, nn.Parameter | None] | None = None
         self.kwargs = kwargs
+        self._read_shape()
 
+    def _read_shape(self) -> None:
+        """Finds out how wide the base layer's input and output are, and how its weight is stored."""
         base = self.get_base_layer()
         if isinstance(base, Conv1D):
             self.in_features, self.out_features = base.weight.shape
@@ -136,7 +139,7 @@ class EngramLayer(BaseTunerLayer):
     def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
         # PEFT calls this after loading, and its own version casts to the dtype of the base layer: what was saved in
         # float32 stays as it is
-        device = self.get_base_layer().weight.device if device is None else device
+        device = self.base_weight().device if device is None else device
         for module in self.modules_of(adapter_name):
             if not any(parameter.is_meta for parameter in module.parameters()):
                 module.to(device)
@@ -168,6 +171,22 @@ class EngramLayer(BaseTunerLayer):
                 a.bias = parameter(right[:, self.in_features])
         b.weight = parameter(left)
         rows.weight = parameter(torch.as_tensor(strength, dtype=left.dtype).expand(left.shape[1]))
+
+    def public_name(self, name: str) -> str:
+        """What the layer is called in the unwrapped model, where the wrapper is called `name`."""
+        return name
+
+    def parts(self, name: str) -> dict[str, Any]:
+        """What is filled on its own, by name: the layer itself, which is called `name`."""
+        return {name: self}
+
+    def fill_parts(self, adapter_name: str, filled: Mapping[str, tuple[Any, ...]]) -> None:
+        """`EngramLayer.fill` with the factors of the parts; where there are none the layer is as without the adapter."""
+        if not filled:
+            width, dtype = self.in_features + self.absorbs_bias(adapter_name), self.dtype_of(adapter_name)
+            filled = {"": (torch.zeros(1, width, dtype=dtype), torch.zeros(width, 1, dtype=dtype), 0.0)}
+        for factors in filled.values():
+            self.fill(adapter_name, *factors)
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as `EngramLayer.fill` takes them."""
@@ -231,22 +250,31 @@ class EngramLayer(BaseTunerLayer):
 
     # ---------------------------------------------------------------------------------------------- merging
 
-    def base_bias(self) -> torch.Tensor | None:
+    @property
+    def _base_names(self) -> tuple[str, str | None]:
+        """What the base layer calls its weight and its bias."""
+        return "weight", "bias"
+
+    def base_weight(self) -> nn.Parameter:
+        """The weight of the base layer, as it is now."""
+        return cast(nn.Parameter, getattr(self.get_base_layer(), self._base_names[0]))
+
+    def base_bias(self) -> nn.Parameter | None:
         """The bias of the base layer, if it has one."""
-        return cast(torch.Tensor | None, getattr(self.get_base_layer(), "bias", None))
+        name = self._base_names[1]
+        return None if name is None else cast(nn.Parameter | None, getattr(self.get_base_layer(), name, None))
 
     def weight_matrix(self, adapter_name: str) -> torch.Tensor:
         """`W`, or `[W | b]` if the adapter absorbs the bias, unmerged: `(out_features, width)`, at least float32."""
         return self._original_matrix()[:, : self.in_features + self.absorbs_bias(adapter_name)]
 
     def _original_parameters(self) -> tuple[nn.Parameter, nn.Parameter | None]:
-        base = self.get_base_layer()
-        return self._unmerged or (cast(nn.Parameter, base.weight), cast(nn.Parameter | None, base.bias))
+        return self._unmerged or (self.base_weight(), self.base_bias())
 
     def _original_matrix(self) -> torch.Tensor:
         """`[W | b]`, or `W` where there is no bias, unmerged, at least float32."""
         weight, bias = self._original_parameters()
-        matrix = transpose(weight.detach(), self.fan_in_fan_out).to(_wide(weight.dtype))
+        matrix = transpose(weight.detach(), self.fan_in_fan_out).to(wide(weight.dtype))
         return matrix if bias is None else torch.cat([matrix, bias.detach()[:, None].to(matrix.dtype)], dim=1)
 
     def output_factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -311,8 +339,8 @@ class EngramLayer(BaseTunerLayer):
             return
         assert self._unmerged is not None
         base = self.get_base_layer()
-        for name, original in zip(("weight", "bias"), self._unmerged, strict=True):
-            if original is not None:
+        for name, original in zip(self._base_names, self._unmerged, strict=True):
+            if original is not None and name is not None:
                 # the model may have been moved or cast in the meantime
                 original.data = original.data.to(getattr(base, name))
                 setattr(base, name, original)
@@ -411,6 +439,6 @@ class Linear(nn.Module, EngramLayer):
         return "engram." + super().__repr__()
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are formed in."""
     return torch.promote_types(dtype, torch.float32)

@@ -22,6 +22,7 @@ from torch import nn
 
 from ...editing.extraction import ExtractionReport
 from ...editing.item_edit import ItemReport
+from ...editing.parameters import expert_parameters, parameter_stack, select_parameters
 from ...editing.selection import (
     Selection,
     base_layer_of,
@@ -33,6 +34,7 @@ from ...editing.selection import (
 )
 from ...editing.tuning import AlphaCurve
 from .config import EngramConfig, exact_pattern
+from .experts import ParamWrapper
 from .layer import EngramLayer, Linear
 
 
@@ -100,16 +102,31 @@ class EngramModel(BaseTuner):
             raise NoMatchingPeftModuleError(no_match_message(model, config.target_modules)) from None
 
     def _prepare_adapter_config(self, peft_config: EngramConfig, model_config: dict[str, Any]) -> EngramConfig:
-        if peft_config.target_modules is None:
+        everything = peft_config.target_modules in (None, "all-linear") and peft_config.target_parameters is None
+        if everything and peft_config.target_experts:
+            peft_config.target_parameters = expert_parameters(self.model, Selection.of(peft_config)) or None
+        if peft_config.target_modules is None and everything:
             if model_config.get("model_type", "custom") == "custom":
                 raise ValueError("Please specify `target_modules` in `peft_config`")
-            peft_config.target_modules = set(select_layers(self.model, Selection.of(peft_config)))
+            selection = replace(Selection.of(peft_config), target_parameters=None)
+            peft_config.target_modules = set(select_layers(self.model, selection))
+        elif peft_config.target_modules is None:
+            peft_config.target_modules = set()
         return peft_config
 
     def _prepare_model(self, peft_config: EngramConfig, model: nn.Module) -> None:
         if peft_config.target_modules != "all-linear":
             check_layers_exist(model, peft_config)
             check_supported(model, Selection.of(peft_config))
+        select_parameters(model, Selection.of(peft_config))
+
+    def _inject_parameters(
+        self, peft_config: EngramConfig, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool
+    ) -> list[str]:
+        # PEFT matches suffixes alone: `layers_to_transform` and `exclude_modules` hold for Parameters, too
+        stacks = select_parameters(model, Selection.of(peft_config))
+        chosen = replace(peft_config, target_parameters=list(stacks))
+        return super()._inject_parameters(chosen, model, adapter_name, low_cpu_mem_usage) if stacks else []
 
     def _create_and_replace(
         self,
@@ -119,6 +136,7 @@ class EngramModel(BaseTuner):
         target_name: str,
         parent: nn.Module,
         current_key: str,
+        parameter_name: str | None = None,
         **optional_kwargs: Any,
     ) -> None:
         if current_key is None:
@@ -133,19 +151,43 @@ class EngramModel(BaseTuner):
             "requested_rank": pattern_value(engram_config.requested_rank_pattern(), engram_config.r),
             "alpha": pattern_value(engram_config.alpha_pattern, engram_config.alpha),
         }
-        if isinstance(target, EngramLayer):
+        new_module: nn.Module
+        if parameter_name is not None:
+            kwargs["expert_ranks"] = engram_config.expert_ranks.get(current_key)
+            if isinstance(target, ParamWrapper) and target.parameter_name == parameter_name:
+                target.update_layer(adapter_name, **kwargs)
+                return
+            stack = parameter_stack(current_key, base_layer_of(target), parameter_name)
+            new_module = ParamWrapper(target, adapter_name, stack, **kwargs)
+        elif isinstance(target, EngramLayer):
             target.update_layer(adapter_name, **kwargs)
             return
-        new_module = Linear(target, adapter_name, **kwargs)
+        else:
+            new_module = Linear(target, adapter_name, **kwargs)
         if adapter_name not in self.active_adapters:
             # adding an additional adapter: it is not automatically trainable
             new_module.requires_grad_(False)
         self._replace_module(parent, target_name, new_module, target)
 
+    def _replace_module(self, parent: nn.Module, child_name: str, new_module: nn.Module, child: nn.Module) -> None:
+        if isinstance(new_module, ParamWrapper) or isinstance(child, ParamWrapper):
+            setattr(parent, child_name, new_module)  # PEFT would look for a `weight`
+            return
+        super()._replace_module(parent, child_name, new_module, child)
+
+    @classmethod
+    def _get_adapter_state_dict(
+        cls, model: nn.Module, config: PeftConfig, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        # in a file factors are called by their Parameter: how wrappers are nested is of no concern there
+        state_dict = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
+        return _renamed(state_dict, {name: public for public, name in _wrapper_names(model, adapter_name).items()})
+
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
+        state_dict = _renamed(state_dict, _wrapper_names(model, adapter_name))
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         try:
             _check_adapter_weights(model, adapter_name, remapped)
@@ -157,7 +199,7 @@ class EngramModel(BaseTuner):
     def engram_layers(self, adapter_name: str | None = None) -> dict[str, EngramLayer]:
         """The ENGRAM layers, or those that have the adapter, by name."""
         return {
-            name: module
+            module.public_name(name): module
             for name, module in self.model.named_modules()
             if isinstance(module, EngramLayer) and (adapter_name is None or adapter_name in module.engram_A)
         }
@@ -262,22 +304,19 @@ class EngramModel(BaseTuner):
         if len({self.peft_config[name].absorb_bias for name in adapters}) > 1:
             raise ValueError("Adapters with different `absorb_bias` cannot be combined.")
 
-        combined: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        combined: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         for key, layer in self.engram_layers().items():
-            parts = [(name, w) for name, w in zip(adapters, weights, strict=True) if name in layer.engram_A]
-            if parts:
-                factors = [tuple(tensor.detach().float() for tensor in layer.factors(name)) for name, _ in parts]
-                strengths = [
-                    w * layer.engram_scaling[name] * f[2] for (name, w), f in zip(parts, factors, strict=True)
-                ]
-                right, left = torch.cat([f[0] for f in factors]), torch.cat([f[1] for f in factors], dim=1)
-                dtype = layer.dtype_of(parts[0][0])
-                combined[key] = (right.to(dtype), left.to(dtype), torch.cat(strengths))
+            weighted = [(name, w) for name, w in zip(adapters, weights, strict=True) if name in layer.engram_A]
+            if weighted:
+                combined[key] = {part: _side_by_side(own, weighted) for part, own in layer.parts(key).items()}
+        parameters = {key for key, layer in self.engram_layers().items() if isinstance(layer, ParamWrapper)}
         self.peft_config[adapter_name] = replace(
             self.peft_config[adapters[0]],
             r=None, alpha=1.0, scale=1.0, alpha_pattern={}, extraction=None, items=self._items_of_sum(adapters), init_weights=True, description=None,
-            target_modules=set(combined), exclude_modules=None, layers_to_transform=None, layers_pattern=None,
-            rank_pattern=exact_pattern({key: len(right) for key, (right, _, _) in combined.items()}),
+            target_modules=combined.keys() - parameters, exclude_modules=None, layers_to_transform=None, layers_pattern=None,
+            target_parameters=[key for key in combined if key in parameters] or None,
+            rank_pattern=exact_pattern({key: len(parts[key][0]) for key, parts in combined.items() if key in parts}),
+            expert_ranks={key: [len(part[0]) for part in parts.values()] for key, parts in combined.items() if key not in parts},
         )  # fmt: skip
         try:
             self.inject_adapter(self.model, adapter_name)
@@ -285,8 +324,8 @@ class EngramModel(BaseTuner):
             del self.peft_config[adapter_name]
             raise
         layers = self.engram_layers(adapter_name)
-        for key, (right, left, strength) in combined.items():
-            layers[key].fill(adapter_name, right, left, strength)
+        for key, parts in combined.items():
+            layers[key].fill_parts(adapter_name, parts)
 
     def _items_of_sum(self, adapters: Sequence[str]) -> dict[str, int] | None:
         """The items of adapters whose factors lie side by side; `None` where their rows do not lie alike in every layer."""
@@ -409,7 +448,7 @@ class EngramModel(BaseTuner):
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(key)
         for key, layer in self.engram_layers().items():
-            shared = owners[id(layer.get_base_layer().weight)]
+            shared = owners[id(layer.base_weight())]
             if not untie and len(shared) > 1 and any(name in layer.engram_A for name in names):
                 others = [owner for owner in shared if not owner.startswith(key)]
                 raise ValueError(
@@ -472,6 +511,19 @@ class EngramModel(BaseTuner):
         save_as_lora(save_directory, self, adapter_name)
 
 
+def _side_by_side(
+    layer: Any, weighted: Sequence[tuple[str, float]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The factors of the weighted sum of a layer's adapters: `A`, `B` and the strengths."""
+    factors = [tuple(tensor.detach().float() for tensor in layer.factors(name)) for name, _ in weighted]
+    strengths = [
+        weight * layer.engram_scaling[name] * own[2] for (name, weight), own in zip(weighted, factors, strict=True)
+    ]
+    right, left = torch.cat([own[0] for own in factors]), torch.cat([own[1] for own in factors], dim=1)
+    dtype = layer.dtype_of(weighted[0][0])
+    return right.to(dtype), left.to(dtype), torch.cat(strengths)
+
+
 def _pass_adapter_names(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adapter_names: list[str]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -515,6 +567,25 @@ def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict
             )
     if unknown := sorted(key for key in state_dict if ".engram_" in key and key not in own):
         raise ValueError(f"The adapter file holds tensors that the model has no place for, for example {unknown[0]}.")
+
+
+def _wrapper_names(model: nn.Module, adapter_name: str) -> dict[str, str]:
+    """The module of every wrapped Parameter that has the adapter, by the Parameter's name; both with a dot at the end."""
+    return {
+        f"{module.public_name(name)}.": f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, ParamWrapper) and adapter_name in module.engram_A
+    }
+
+
+def _renamed(state_dict: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The state dict with modules renamed."""
+
+    def renamed(key: str) -> str:
+        module, part, rest = key.partition("engram_")
+        return names.get(module, module) + part + rest
+
+    return {renamed(key): tensor for key, tensor in state_dict.items()}
 
 
 def _take_off(model: nn.Module, adapter_name: str) -> None:
