@@ -89,8 +89,6 @@ def stack_of(module: nn.Module, parameter: str) -> ParameterStack | None:
     Raises:
         `TypeError`: It is one, but cannot be edited; the message says why.
     """
-    if (reason := REFUSED_CLASSES.get(type(module).__name__)) is not None:
-        raise TypeError(f"The experts of {type(module).__name__} cannot be edited: {reason}")
     layout = _layout_of(module)
     weight = getattr(module, parameter, None)
     if layout is None or parameter not in layout.parameters or weight is None:
@@ -324,6 +322,22 @@ def _llama4_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     return _product(self, "down_proj", up * self.act_fn(gate), routes)
 
 
+def _inkling_shared_forward(self: Any, hidden_states: torch.Tensor, gammas: torch.Tensor) -> torch.Tensor:
+    """Experts that every token runs through: `(..., H)`, and the weight of each, `(..., E)`."""
+    experts, x = self.n_shared_experts, hidden_states.reshape(-1, hidden_states.shape[-1])
+    tokens, device = len(x), x.device
+    routes = Routes(
+        torch.arange(experts, device=device).repeat_interleave(tokens),
+        torch.arange(tokens, device=device).repeat(experts),
+        experts,
+        tokens,
+    )
+    rows, weights = x.repeat(experts, 1), gammas.reshape(-1, experts).mT.reshape(-1, 1)
+    gate, up = _product(self, "gate_proj", rows, routes), _product(self, "up_proj", rows, routes)
+    output = _product(self, "down_proj", self.act_fn(gate) * up * weights, routes)
+    return output.float().view(experts, tokens, -1).sum(dim=0).to(hidden_states.dtype).view(hidden_states.shape)
+
+
 def _jetmoe_forward(self: Any, inputs: torch.Tensor, expert_size: list[int]) -> torch.Tensor:
     """`inputs`, `(S, in)`, are sorted by expert; `expert_size` says how many rows each has."""
     sizes = torch.tensor(expert_size, device=inputs.device)
@@ -382,13 +396,14 @@ OWN_CLASSES: dict[str, _OwnClass] = {
     "DbrxExpertGLU": _OwnClass(
         _Layout(("w1", "v1", "w2"), transposed=("w2",), reads={"v1": "w1"}), _dbrx_forward, _dbrx_tokens
     ),
+    "InklingSharedExperts": _OwnClass(
+        _Layout(("gate_proj", "up_proj", "down_proj"), reads={"up_proj": "gate_proj"}), _inkling_shared_forward
+    ),
     "JetMoeParallelExperts": _OwnClass(_Layout(("weight",)), _jetmoe_forward, _jetmoe_tokens),
     "Llama4TextExperts": _OwnClass(_Layout(_GATED, transposed=_GATED), _llama4_forward),
     "LongcatFlashExperts": _OwnClass(_Layout(_GATED), routed_forward),
     "Step3p7Experts": _OwnClass(_Layout(_GATED), routed_forward),
 }
-
-REFUSED_CLASSES: dict[str, str] = {}
 
 
 def _registered_forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -22,7 +22,7 @@ from .config import EngramConfig
 from .layer import EngramLayer, RowStrength, wide
 
 
-# Rank of every expert of an adapter whose ranks are left to the data, until it is filled.
+# Rank of every weight of an adapter whose ranks are left to the data, until it is filled.
 UNFILLED_EXPERT_RANK = 1
 
 # Rows of the input and rows of the factors that belong together.
@@ -128,8 +128,9 @@ class ParamWrapper(nn.Module, EngramLayer):
         Raises:
             `ValueError`: There are not as many `expert_ranks` as experts.
         """
+        r = UNFILLED_EXPERT_RANK if r is None else r
         if self._stack.is_routed:
-            ranks = [UNFILLED_EXPERT_RANK if r is None else r] * self.num_experts
+            ranks = [r] * self.num_experts
             ranks = ranks if expert_ranks is None else list(expert_ranks)
             if len(ranks) != self.num_experts:
                 raise ValueError(
@@ -137,6 +138,10 @@ class ParamWrapper(nn.Module, EngramLayer):
                 )
             self.engram_expert_ranks[adapter_name], r = ranks, sum(ranks)
         super().update_layer(adapter_name, r, requested_rank, alpha, config)
+
+    @property
+    def _initial_spread(self) -> float:
+        return 0.02  # what transformers starts weights with: the Parameter may be of any size
 
     def _make_factors(self, adapter_name: str, r: int) -> None:
         if not self._stack.is_routed:

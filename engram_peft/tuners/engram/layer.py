@@ -114,10 +114,15 @@ class EngramLayer(BaseTunerLayer):
             # one factor is zero, the other is not: an identity that still has gradients
             a, b, _ = self.modules_of(adapter_name)
             if isinstance(a, nn.Linear):
-                nn.init.normal_(a.weight, std=self.in_features**-0.5)
+                nn.init.normal_(a.weight, std=self._initial_spread)
             nn.init.zeros_(b.weight)
         super()._move_adapter_to_device_of_base_layer(adapter_name)  # and to its dtype, until PEFT casts to float32
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    @property
+    def _initial_spread(self) -> float:
+        """Standard deviation of the factor that does not start at zero."""
+        return self.in_features**-0.5
 
     def _make_factors(self, adapter_name: str, r: int) -> None:
         extra = int(self.engram_absorbs_bias[adapter_name])
