@@ -14,12 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .editing.collection import collect_statistics
 from .editing.encoding import Item, tokenize_item
+from .editing.experts import expert_stacks
 from .editing.extraction import ExtractionReport, extract_engram, resolve_filter
 from .editing.item_edit import ItemOptions, ItemReport, extract_items
 from .editing.items import Forget, item_texts
 from .editing.sampling import sample_texts
 from .editing.scaling import resolve_scaling
-from .editing.selection import Selection, mlp_writers
+from .editing.selection import Selection, mlp_writers, unwrap
 from .editing.spectrum import InverseOptions
 from .editing.statistics import Statistics, merge_statistics
 from .editing.tuning import tune_alpha
@@ -177,7 +178,22 @@ def _mlp_outputs(model: PreTrainedModel | PeftModel, config: EngramConfig) -> se
         if missing := sorted(set(chosen) - writers.keys()):
             raise ValueError(f"`layers_to_transform` lists {missing}, but the model has layers 0 to {max(writers)}.")
         config.layers_to_transform = config.layers_pattern = None  # said by the names
+    for name in expert_stacks(unwrap(model)):
+        mlp = name.rsplit(".", 2)[0]
+        layer = next((number for number in chosen if writers[number].startswith(_layer_of(mlp))), None)
+        if layer is not None and not writers[layer].startswith(f"{mlp}."):
+            raise ValueError(
+                f"The MLPs of the model are experts with stacked weights ({name}), which cannot be edited item by item. Use "
+                "`EngramConfig.paper()`, or name the `target_modules` to edit."
+            )
     return {writers[number] for number in chosen}
+
+
+def _layer_of(name: str) -> str:
+    """The decoder layer's part of a name, up to and with the dot after its index."""
+    parts = name.split(".")
+    index = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: index + 1]) + "."
 
 
 def _collect_all(

@@ -54,7 +54,7 @@ class TinyConfig:
     _experts_implementation = "eager"
     moe_latent_size = None
     zero_expert_num = 1
-    swiglu_limit, swiglu_alpha, mlp_gate_softcap = 7.0, 1.702, 5.0
+    swiglu_limit, swiglu_alpha, mlp_gate_softcap, mlp_up_softcap = 7.0, 1.702, 5.0, 5.0
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -437,12 +437,12 @@ class ExpertCollector:
         self.model, self.stacks, self.device = model, stacks, device
         self.mask: torch.Tensor | None = None  # of the batch; `None`: every token
         self.listening = True
-        self._moments: dict[tuple[nn.Module, str], list[Moment]] = {}
+        self._moments: dict[tuple[nn.Module, str], list[_Gathered]] = {}
         self._reads: dict[nn.Module, dict[str, str]] = {}  # by module: whose rows are taken, and what errors call them
         for name, stack in stacks.items():
             if (stack.module, stack.input_of) not in self._moments:
                 width = stack.in_features + (stack.bias is not None)
-                moments = [Moment(width) for _ in range(stack.num_experts)]
+                moments = [_Gathered(width) for _ in range(stack.num_experts)]
                 self._moments[stack.module, stack.input_of] = moments
                 self._reads.setdefault(stack.module, {})[stack.parameter] = name
         self._opened = ExitStack()
@@ -461,6 +461,9 @@ class ExpertCollector:
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
+        for moments in self._moments.values():
+            for moment in moments:
+                moment.flush()
         for module in self._reads:
             module.__dict__.pop("_engram_route", None)
 
@@ -481,9 +484,8 @@ class ExpertCollector:
         if self.device is not None:
             rows, experts = rows.to(self.device), experts.to(self.device)
         moments = self._moments[module, stack.input_of]
-        with full_precision(rows.device):
-            for expert, its_rows in Routes(experts, None, stack.num_experts).slices():
-                moments[expert].add(rows[its_rows])
+        for expert, its_rows in Routes(experts, None, stack.num_experts).slices():
+            moments[expert].add(rows[its_rows])
 
     def _selected(self, name: str, rows: torch.Tensor, routes: Routes) -> torch.Tensor | None:
         """Which rows count, `(S,)` bool; `None` for all."""
@@ -502,7 +504,7 @@ class ExpertCollector:
 
     def check_fed(self) -> None:
         """Raises a `ValueError` if not a single expert of a module got a row."""
-        fed = {key for key, moments in self._moments.items() if any(moment.count for moment in moments)}
+        fed = {key for key, moments in self._moments.items() if any(gathered.moment.count for gathered in moments)}
         unfed = [name for name, stack in self.stacks.items() if (stack.module, stack.input_of) not in fed]
         if unfed:
             raise ValueError(f"The forward pass never fed {unfed[:5]}. Leave them out with `exclude_modules`.")
@@ -510,10 +512,31 @@ class ExpertCollector:
     def sinks(self) -> dict[str, Moment]:
         """The moments of every expert: `<name of the Parameter>.<index of the expert>`."""
         return {
-            f"{name}.{expert}": moment
+            f"{name}.{expert}": gathered.moment
             for name, stack in self.stacks.items()
-            for expert, moment in enumerate(self._moments[stack.module, stack.input_of])
+            for expert, gathered in enumerate(self._moments[stack.module, stack.input_of])
         }
+
+
+class _Gathered:
+    """A moment that takes rows in lots: to add one to a sum costs as much as to add as many as it is wide, and a batch brings few."""
+
+    def __init__(self, width: int) -> None:
+        self.moment = Moment(width)
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, rows: torch.Tensor) -> None:
+        """Takes float32 `rows`, `(n, width)`, which are copied."""
+        self._rows.append(rows.clone())
+        if sum(map(len, self._rows)) > self.moment.dim // 2:
+            self.flush()
+
+    def flush(self) -> None:
+        """Adds what is held back."""
+        if self._rows:
+            with full_precision(self._rows[0].device):
+                self.moment.add(torch.cat(self._rows))
+            self._rows = []
 
 
 class _Reader:

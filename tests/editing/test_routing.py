@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import get_peft_model
+from peft import PeftModel, get_peft_model
 from torch import nn
 
 from engram_peft import EngramConfig, collect_statistics, extract_engram, merge_statistics
@@ -197,6 +197,29 @@ def test_an_expert_that_is_never_chosen_is_left_as_it_is():
     after = edited.merge_and_unload().state_dict()
     same = {name for name in before if torch.equal(before[name], after[name])}
     assert same == {"gate.weight", "experts.0.w1.weight", "experts.0.w2.weight"}
+
+
+@pytest.mark.parametrize("gather", [by_where, by_sorting])
+def test_an_adapter_of_experts_is_one_of_linear_layers(gather, tmp_path):
+    """Forward, merge, unmerge, save and export as LoRA."""
+    model, (x, mask) = mixture(gather), data()
+    edited = get_peft_model(model, EngramConfig(target_modules=["w1", "w2"], alpha=0.5))
+    target = collect_statistics(edited, [x], mask_fn=lambda batch: mask)
+    total = merge_statistics(target, collect_statistics(edited, [x], mask_fn=lambda batch: ~mask))
+    extract_engram(edited, target, total)
+    with edited.disable_adapter():
+        base = edited(x)
+    unmerged = edited(x)
+    assert relative_error(unmerged, base) > 1e-2
+    edited.merge_adapter()
+    assert relative_error(edited(x), unmerged) < 1e-5
+    edited.unmerge_adapter()
+    assert torch.equal(edited(x), unmerged)
+    edited.save_pretrained(tmp_path / "engram")
+    edited.base_model.save_as_lora(tmp_path / "lora")
+    for name in ("engram", "lora"):
+        loaded = PeftModel.from_pretrained(mixture(gather), tmp_path / name)
+        assert relative_error(loaded(x), unmerged) < 1e-5, name
 
 
 def test_a_layer_that_is_no_expert_must_still_see_every_token():

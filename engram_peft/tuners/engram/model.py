@@ -187,7 +187,9 @@ class EngramModel(BaseTuner):
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        state_dict = _renamed(state_dict, _wrapper_names(model, adapter_name))
+        names = _wrapper_names(model, adapter_name)
+        prefix = "base_model.model."  # which files have, and models without a `PeftModel` around them do not
+        state_dict = _renamed(state_dict, names | {prefix + public: prefix + name for public, name in names.items()})
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         try:
             _check_adapter_weights(model, adapter_name, remapped)
