@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from peft.utils import SAFETENSORS_WEIGHTS_NAME
 from transformers.pytorch_utils import Conv1D
 
 from ..files import replace_safetensors
-from ..tuners.engram.experts import ParamWrapper
+from ..tuners.engram.experts import ParamWrapper, nested_names
 
 
 if TYPE_CHECKING:
@@ -67,8 +66,8 @@ def engram_to_lora(tuner: EngramModel, adapter_name: str = "default") -> tuple[L
             if layer.absorbs_bias(adapter_name):
                 bias = up @ down[:, layer.in_features]
             state_dict[f"{prefix}.lora_B.bias"] = bias
-    for prefix, layer in _nested(parameters):
-        a, b = _stacked(layer, adapter_name, rank)
+    for name, prefix in nested_names(parameters).items():
+        a, b = _stacked(parameters[name], adapter_name, rank)
         state_dict[f"base_model.model.{prefix}.lora_A.weight"] = a
         state_dict[f"base_model.model.{prefix}.lora_B.weight"] = b
     lora_config = LoraConfig(
@@ -104,18 +103,6 @@ def _padded(up: torch.Tensor, down: torch.Tensor, rank: int) -> tuple[torch.Tens
     missing = rank - len(down)
     pad = torch.nn.functional.pad
     return pad(up.float(), (0, missing)).contiguous(), pad(down.float(), (0, 0, 0, missing)).contiguous()
-
-
-def _nested(parameters: Mapping[str, ParamWrapper]) -> Iterator[tuple[str, ParamWrapper]]:
-    """Where LoRA's wrappers lie: around the first Parameter of a module the second one, and so on."""
-    of_module: dict[str, list[str]] = {}
-    for name in parameters:
-        of_module.setdefault(name.rpartition(".")[0], []).append(name)
-    for module, names in of_module.items():
-        order = [name for name, _ in parameters[names[0]].get_base_layer().named_parameters(recurse=False)]
-        names.sort(key=lambda name: order.index(name.rpartition(".")[2]), reverse=True)
-        for depth, name in enumerate(names):
-            yield module + ".base_layer" * depth, parameters[name]
 
 
 def _stacked(layer: ParamWrapper, adapter_name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -377,5 +377,21 @@ class ExpertPart:
         return self.wrapper.expert_factors(adapter_name, self.expert)
 
 
+def nested_names(wrappers: Mapping[str, ParamWrapper]) -> dict[str, str]:
+    """What PEFT calls the wrappers of these Parameters, by the Parameters' names, if no other Parameter is wrapped.
+
+    The first Parameter of a module is wrapped first, so the wrapper of the last one is outermost.
+    """
+    of_module: dict[str, list[str]] = {}
+    for name in wrappers:
+        of_module.setdefault(name.rpartition(".")[0], []).append(name)
+    found: dict[str, str] = {}
+    for module, names in of_module.items():
+        order = [name for name, _ in wrappers[names[0]].get_base_layer().named_parameters(recurse=False)]
+        names.sort(key=lambda name: order.index(name.rpartition(".")[2]), reverse=True)
+        found |= {name: module + ".base_layer" * depth for depth, name in enumerate(names)}
+    return found
+
+
 def _index(name: str) -> int:
     return int(name.rpartition(".")[2])

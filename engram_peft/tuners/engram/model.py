@@ -5,8 +5,9 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,7 +35,7 @@ from ...editing.selection import (
 )
 from ...editing.tuning import AlphaCurve
 from .config import EngramConfig, exact_pattern
-from .experts import ParamWrapper
+from .experts import ParamWrapper, nested_names
 from .layer import EngramLayer, Linear
 
 
@@ -95,11 +96,15 @@ class EngramModel(BaseTuner):
         config = self.peft_config[adapter_name]
         _check_adapter_name(model, adapter_name)
         try:
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
+            with warnings.catch_warnings():
+                # PEFT looks among modules only
+                warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
+                super().inject_adapter(model, adapter_name, *args, **kwargs)
         except NoMatchingPeftModuleError as error:
             if "not found in the base model" not in str(error):
                 raise
             raise NoMatchingPeftModuleError(no_match_message(model, config.target_modules)) from None
+        _warn_of_unmatched_patterns(config, self.engram_layers(adapter_name))
 
     def _prepare_adapter_config(self, peft_config: EngramConfig, model_config: dict[str, Any]) -> EngramConfig:
         everything = peft_config.target_modules in (None, "all-linear") and peft_config.target_parameters is None
@@ -179,9 +184,9 @@ class EngramModel(BaseTuner):
     def _get_adapter_state_dict(
         cls, model: nn.Module, config: PeftConfig, adapter_name: str, *args: Any, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        # in a file factors are called by their Parameter: how wrappers are nested is of no concern there
+        # PEFT nests the wrappers of a module's Parameters: a file must not depend on those that only other adapters have
         state_dict = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
-        return _renamed(state_dict, {name: public for public, name in _wrapper_names(model, adapter_name).items()})
+        return _renamed(state_dict, {name: alone for alone, name in _wrapper_names(model, adapter_name).items()})
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
@@ -189,7 +194,7 @@ class EngramModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         names = _wrapper_names(model, adapter_name)
         prefix = "base_model.model."  # which files have, and models without a `PeftModel` around them do not
-        state_dict = _renamed(state_dict, names | {prefix + public: prefix + name for public, name in names.items()})
+        state_dict = _renamed(state_dict, names | {prefix + alone: prefix + name for alone, name in names.items()})
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         try:
             _check_adapter_weights(model, adapter_name, remapped)
@@ -533,6 +538,19 @@ def _pass_adapter_names(
     return args, kwargs
 
 
+def _warn_of_unmatched_patterns(config: EngramConfig, names: Iterable[str]) -> None:
+    """Warns of ranks and strengths that are given for nothing."""
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(config, field)
+        unmatched = [key for key in patterns if not any(re.match(rf"(.*\.)?({key})$", name) for name in names)]
+        if unmatched:
+            warnings.warn(
+                f"The following {field} keys did not match any targeted module or parameter and were ignored: {sorted(unmatched)}.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+
 def _check_adapter_name(model: nn.Module, adapter_name: str) -> None:
     """Raises a `ValueError` for a name that PEFT could not tell from a part of a path: it would lose tensors when it saves."""
     if not adapter_name or "." in adapter_name:
@@ -572,20 +590,23 @@ def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict
 
 
 def _wrapper_names(model: nn.Module, adapter_name: str) -> dict[str, str]:
-    """The module of every wrapped Parameter that has the adapter, by the Parameter's name; both with a dot at the end."""
-    return {
-        f"{module.public_name(name)}.": f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, ParamWrapper) and adapter_name in module.engram_A
-    }
+    """What the wrappers of Parameters that have the adapter are called in the model, by what they would be called without others."""
+    wrappers, names = {}, {}
+    for name, module in model.named_modules():
+        if isinstance(module, ParamWrapper) and adapter_name in module.engram_A:
+            public = module.public_name(name)
+            wrappers[public], names[public] = module, name
+    return {alone: names[public] for public, alone in nested_names(wrappers).items()}
 
 
 def _renamed(state_dict: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, torch.Tensor]:
-    """The state dict with modules renamed."""
+    """The state dict with wrappers called otherwise."""
 
     def renamed(key: str) -> str:
-        module, part, rest = key.partition("engram_")
-        return names.get(module, module) + part + rest
+        for old, new in names.items():
+            if key.startswith(f"{old}.{EngramModel.prefix}"):
+                return new + key.removeprefix(old)
+        return key
 
     return {renamed(key): tensor for key, tensor in state_dict.items()}
 
