@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _batched_linear, _grouped_linear
 
 from .selection import base_layer_of, outer_modules
@@ -98,7 +99,7 @@ def stack_of(module: nn.Module, parameter: str) -> ParameterStack | None:
             f"The experts of {type(module).__name__} are quantised ({weight.dtype}), and no experts implementation multiplies "
             "edited inputs with such weights. Load the model in bfloat16, or leave the experts out with `target_experts=False`."
         )
-    if getattr(module, "_is_expert_parallel", False):
+    if getattr(module, "_is_expert_parallel", False) or isinstance(weight, DTensor):
         raise TypeError(f"The experts of {type(module).__name__} are sharded over devices, which is not supported.")
     experts = weight.shape[0]
     if weight.dim() == 2:

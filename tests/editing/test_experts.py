@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from engram_peft import Statistics, collect_statistics, merge_statistics
+from engram_peft.editing.experts import tapped
 
 from ..moe import EXPERTS, KINDS, moe_model, plain_rows
 from .reference import covariance_of, relative_error
@@ -148,6 +150,24 @@ def test_a_router_is_a_matrix_like_any_other(ids, mask):
     assert relative_error(statistics.covariance("model.layers.1.mlp.gate.weight"), expected) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "kind, names", [("mixtral", ("top_k_index", "top_k_weights")), ("gpt_oss", ("router_indices", "routing_weights"))]
+)
+def test_experts_may_be_called_by_keyword(kind, names):
+    experts = next(module for name, module in moe_model(kind).named_modules() if name.endswith(".experts"))
+    x, index, weights = torch.randn(7, 16), torch.randint(EXPERTS, (7, 2)), torch.rand(7, 2)
+    expected, seen = experts(x, index, weights), []
+
+    def tap(parameter, rows, routes):
+        seen.append((parameter, len(rows)))
+        return rows, None
+
+    with tapped(experts, tap):
+        found = experts(hidden_states=x, **dict(zip(names, (index, weights), strict=True)))
+    assert seen == [("gate_up_proj", 14), ("down_proj", 14)]
+    assert relative_error(found, expected) < 1e-6
+
+
 def test_bad_input_is_refused(ids, mask):
     model = moe_model("mixtral")
     data = [batch(ids, mask)]
@@ -158,6 +178,12 @@ def test_bad_input_is_refused(ids, mask):
     model.model.layers[1].mlp.experts.gate_up_proj.data[:, :1] = torch.nan
     with pytest.raises(ValueError, match=r"input of model.layers.1.mlp.experts.down_proj holds NaN"):
         collect_statistics(model, data, target_parameters=["experts.down_proj"])
+    assert not any("_engram_taps" in vars(module) for module in model.modules())
+    model = moe_model("mixtral")
+    experts = model.model.layers[0].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(TypeError, match=r"MixtralExperts are quantised.*target_experts=False"):
+        collect_statistics(model, data)
     model = moe_model("mixtral")
     model.model.layers[0].mlp.experts._is_expert_parallel = True
     with pytest.raises(TypeError, match="sharded over devices"):

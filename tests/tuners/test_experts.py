@@ -11,11 +11,11 @@ from peft import PeftModel, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engram_peft import EngramConfig, collect_statistics, extract_engram, merge_statistics
+from engram_peft import EngramConfig, collect_statistics, extract_engram, extract_items, merge_statistics, unlearn
 from engram_peft.tuners.engram import ParamWrapper
 
 from ..moe import EXPERTS, KINDS, moe_model, plain_rows
-from .adapters import close, logits, same_tensors, tensors, unchanged
+from .adapters import FORGET, RETAIN, close, logits, same_tensors, tensors, unchanged
 
 
 # Layouts with an implementation of transformers, which can be chosen.
@@ -294,6 +294,21 @@ def test_experts_and_layers_are_filled_together(ids):
     before = logits(model, ids)
     model.merge_adapter()
     assert close(logits(model, ids), before, 1e-4)
+
+
+def test_unlearn_edits_experts_by_the_method_of_the_paper(tokenizer, ids):
+    """Item by item it cannot, and says so before anything is done."""
+    model = moe_model("mixtral")
+    before = logits(model, ids)
+    with unchanged(model), pytest.raises(ValueError, match=r"experts with stacked weights.*EngramConfig.paper\(\)"):
+        unlearn(model, tokenizer, FORGET, RETAIN)
+    edited_model = unlearn(model, tokenizer, FORGET, RETAIN, EngramConfig.paper(alpha=2.0))
+    assert {name for name in edited_model.base_model.engram_layers() if "experts" in name} == {
+        f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")
+    }
+    assert not close(logits(edited_model, ids), before, 1e-2)
+    with pytest.raises(ValueError, match="edits Parameters"):
+        extract_items(edited_model, tokenizer, FORGET, RETAIN)
 
 
 def test_a_router_can_be_edited(ids):

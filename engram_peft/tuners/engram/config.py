@@ -149,6 +149,10 @@ class EngramConfig(PeftConfig):
             whole = rank == 0 and name == "rank_pattern" and self.extraction is not None
             if rank is not None and not whole and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
                 raise ValueError(f"`{name}` should be a positive integer, the value passed is {rank}.")
+        if isinstance(self.target_parameters, str):
+            raise ValueError(
+                f"`target_parameters` should be a list of names, the value passed is {self.target_parameters!r}."
+            )
         for name, ranks in self.expert_ranks.items():
             if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks):
                 raise ValueError(
