@@ -16,6 +16,7 @@ on the rows in turn, but on their direction only, so solving and looking at the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -275,10 +276,10 @@ def write_facts(
     *,
     layer: int | None = None,
     orders: Sequence[int] | None = None,
-    target_probability: float = 0.9,
+    target_probability: float = 0.8,
     max_steps: int = 40,
     rounds: int = 4,
-    ridge: float = 1e-4,
+    ridge: float = 1e-2,
     reference_texts: Sequence[str] = (),
     batch_size: int = 16,
 ) -> MemoryEdit:
@@ -461,6 +462,16 @@ class _Batch:
     inputs: dict[str, torch.Tensor]
     where: tuple[torch.Tensor, torch.Tensor]  # texts, positions: `(sites,)` each
     tokens: torch.Tensor  # `(sites,)`: what is to be predicted
+    sites: torch.Tensor  # `(sites,)`: their numbers in the batch that this one is a part of
+
+    def of_texts(self, texts: torch.Tensor) -> _Batch:
+        """The part of the batch with these texts, ascending."""
+        inputs = {
+            name: value[texts] if isinstance(value, torch.Tensor) else value for name, value in self.inputs.items()
+        }
+        own = torch.isin(self.where[0], texts)
+        where = (torch.searchsorted(texts, self.where[0][own]), self.where[1][own])
+        return _Batch(inputs, where, self.tokens[own], self.sites[own])
 
 
 class _Questions:
@@ -492,7 +503,8 @@ class _Questions:
             inputs = _padded([asked + expected for asked, expected in some], _device(model))
             sites = [(i, len(a) - 1 + k, token) for i, (a, e) in enumerate(some) for k, token in enumerate(e)]
             texts, positions, expected_tokens = torch.tensor(sites, device=inputs["input_ids"].device).unbind(1)
-            self.batches.append(_Batch(inputs, (texts, positions), expected_tokens))
+            numbers = torch.arange(len(sites), device=texts.device)
+            self.batches.append(_Batch(inputs, (texts, positions), expected_tokens, numbers))
 
     def _predictions(self, batch: _Batch) -> torch.Tensor:
         """Log-probabilities of all tokens at the sites of a batch, `(sites, vocab_size)`."""
@@ -523,28 +535,27 @@ class _Questions:
     def _wanted_changes(
         self, memory: NgramMemory, batch: _Batch, sites: _Sites, which: slice, probability: float, max_steps: int
     ) -> torch.Tensor:
-        weight = memory.kv_proj.weight
-        writable = sites.mask[which].any(1).to(weight.device)
-        change = torch.zeros(len(writable), memory.spec.hidden_size, device=weight.device)
-        first, second = torch.zeros_like(change), torch.zeros_like(change)
-        length = 0.2 * sites.hidden_states[which].float().square().mean(1, keepdim=True).sqrt().to(change)
-        for step in range(max_steps):
-            change.requires_grad_()
-            with torch.enable_grad(), _saying_more(memory, batch.where, change):
+        device = memory.kv_proj.weight.device
+        writable = sites.mask[which].any(1).to(device)
+        change = torch.zeros(len(writable), memory.spec.hidden_size, device=device)
+        longest = sites.hidden_states[which].float().norm(dim=1, keepdim=True).to(change)
+        goal = math.log(probability) / 4  # what is aimed at is better than what is enough
+        for _ in range(max_steps):
+            moved = change[batch.sites].requires_grad_()
+            with torch.enable_grad(), _saying_more(memory, batch.where, moved):
                 predictions = self._predictions(batch)
-                likelihood = predictions.gather(1, batch.tokens[:, None].to(predictions.device))[:, 0]
-                missing = (likelihood.exp() < probability).to(change.device) & writable
+                likelihood = predictions.gather(1, batch.tokens[:, None].to(predictions.device))[:, 0].to(device)
+                missing = (likelihood < math.log(probability)) & writable[batch.sites]
                 if not missing.any():
                     break
-                (gradient,) = torch.autograd.grad(-likelihood.sum(), change)
-            with torch.no_grad():  # Adam, for those that are not there yet
-                gradient = sites.reachable(gradient)
-                first = 0.9 * first + 0.1 * gradient
-                second = 0.9 * second + 0.1 * gradient.square()
-                unbiased = 1 - 0.9 ** (step + 1)
-                move = sites.reachable(-length * (first / unbiased) / ((second / unbiased).sqrt() + 1e-12))
-                change = torch.where(missing[:, None], change.detach() + move, change.detach())
-        return change.detach()
+                (gradient,) = torch.autograd.grad(likelihood.sum(), moved)
+            gradient = sites.reachable(gradient)
+            # As far as would do if the logarithm of the probability was linear, but no further than the hidden state is long.
+            size = gradient.norm(dim=1, keepdim=True) + 1e-12
+            length = torch.minimum((goal - likelihood.detach())[:, None] / size, longest[batch.sites])
+            change[batch.sites] += torch.where(missing[:, None], length * gradient / size, 0)
+            batch = batch.of_texts(batch.where[0][missing.to(batch.where[0].device)].unique())
+        return change
 
     def outcomes(
         self,
@@ -690,7 +701,7 @@ def _solve_for_rows(
     value = _value_weight(memory, sites.tables)
     for _ in range(_GATE_ROUNDS):
         _, without = _gated_values(memory, sites, original, gates)
-        added = _ridge(sites, value, gates, target - without, ridge)
+        added = _ridge(sites, value, gates, target - without, ridge, added)
         gates, _ = _gated_values(memory, sites, original + added)
     return added
 
@@ -712,7 +723,12 @@ def _gated_values(
 
 
 def _ridge(
-    sites: _Sites, value: torch.Tensor, gates: torch.Tensor, target: torch.Tensor, ridge: float
+    sites: _Sites,
+    value: torch.Tensor,
+    gates: torch.Tensor,
+    target: torch.Tensor,
+    ridge: float,
+    start: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The rows `x` that minimise `sum_s || gate_s W_V x_s - target_s ||^2 + ridge * scale * || x ||^2`, by conjugate gradients.
 
@@ -727,11 +743,12 @@ def _ridge(
         return transposed(gates * (sites.gathered(x).flatten(1) @ value.T)) + ridge * scale * x
 
     right = transposed(target)
-    x = torch.zeros_like(right)
-    residual, direction = right.clone(), right.clone()
-    size = start = float(residual.square().sum())
+    x = torch.zeros_like(right) if start is None else start.clone()
+    residual = right - normal(x)
+    direction = residual.clone()
+    size, enough = float(residual.square().sum()), 1e-16 * float(right.square().sum())
     for _ in range(10 * value.shape[1]):
-        if size <= 1e-20 * start:
+        if size <= enough:
             break
         image = normal(direction)
         length = size / float((direction * image).sum())
@@ -751,7 +768,7 @@ def erase_ngrams(
     forget_texts: Sequence[str],
     retain_texts: Sequence[str] = (),
     *,
-    ridge: float = 1e-4,
+    ridge: float = 1e-2,
     batch_size: int = 16,
 ) -> MemoryEdit:
     """Takes out of a model's memories what they know about the n-grams of some texts. The edit is in force when this returns.
