@@ -17,7 +17,7 @@ from engram_peft.memory.collator import NgramRowsCollator
 from engram_peft.training import create_optimizer
 
 from ...models.engram.tiny import VOCAB_SIZE, backbone, logits, token_ids
-from .adapters import adapted, memories_of, memory_config, same, tensors
+from .adapters import memories_of, memory_config, same, tensors
 
 
 def dataset() -> Dataset:
