@@ -276,7 +276,7 @@ def write_facts(
     *,
     layer: int | None = None,
     orders: Sequence[int] | None = None,
-    target_probability: float = 0.8,
+    target_probability: float = 0.9,
     max_steps: int = 40,
     rounds: int = 4,
     ridge: float = 1e-2,
@@ -295,7 +295,8 @@ def write_facts(
         layer (`int`, *optional*): The decoder layer whose memory is written to, by default the last one that has any.
         orders (`Sequence[int]`, *optional*):
             The n of the n-grams whose rows may change, by default the longest only, which fires least elsewhere.
-        target_probability (`float`): Of each token of an answer. What has it is left alone.
+        target_probability (`float`):
+            Of each token of an answer. What has it is left alone; rounds after the first see to what has less than its square.
         max_steps (`int`): Gradient steps on the hidden state in a round, at most.
         rounds (`int`): How often to look at what was written and to add what is still missing, at most.
         ridge (`float`): Weight of the size of rows, relative to that of what they have to say. More keeps rows smaller.
@@ -328,8 +329,9 @@ def write_facts(
         original = table.weight[sites.rows].detach().clone()
         added = torch.zeros_like(original, dtype=torch.float64)
         try:
-            for _ in logging.tqdm(range(rounds), desc="Writing facts"):
-                wanted = questions.wanted_changes(memory, sites, target_probability, max_steps)
+            for done in logging.tqdm(range(rounds), desc="Writing facts"):
+                enough = target_probability if done == 0 else target_probability**2  # no more rounds for a trifle
+                wanted = questions.wanted_changes(memory, sites, enough, target_probability, max_steps)
                 if not wanted.any():
                     break
                 added = _solve_for_rows(memory, sites, original.double(), added, wanted, ridge)
@@ -520,34 +522,45 @@ class _Questions:
             found.append((chosen.cpu(), (predictions.argmax(1).cpu() == batch.tokens.cpu())))
         return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found])
 
-    def wanted_changes(self, memory: NgramMemory, sites: _Sites, probability: float, max_steps: int) -> torch.Tensor:
-        """The changes of what the memory says that make every token as probable as it should be, `(sites, hidden_size)`.
+    def wanted_changes(
+        self, memory: NgramMemory, sites: _Sites, enough: float, target: float, max_steps: int
+    ) -> torch.Tensor:
+        """The changes of what the memory says that make tokens as probable as `target` if they are not as `enough`, `(sites, hidden_size)`.
 
         Only directions in which rows can change anything; zero where nothing has to change or nothing can.
         """
         changes, begin = [], 0
         for batch in self.batches:
             end = begin + len(batch.tokens)
-            changes.append(self._wanted_changes(memory, batch, sites, slice(begin, end), probability, max_steps))
+            changes.append(self._wanted_changes(memory, batch, sites, slice(begin, end), enough, target, max_steps))
             begin = end
         return torch.cat(changes)
 
     def _wanted_changes(
-        self, memory: NgramMemory, batch: _Batch, sites: _Sites, which: slice, probability: float, max_steps: int
+        self,
+        memory: NgramMemory,
+        batch: _Batch,
+        sites: _Sites,
+        which: slice,
+        enough: float,
+        target: float,
+        max_steps: int,
     ) -> torch.Tensor:
         device = memory.kv_proj.weight.device
         writable = sites.mask[which].any(1).to(device)
         change = torch.zeros(len(writable), memory.spec.hidden_size, device=device)
         longest = sites.hidden_states[which].float().norm(dim=1, keepdim=True).to(change)
-        goal = math.log(probability) / 4  # what is aimed at is better than what is enough
+        goal = math.log(target) / 2  # a step that only just gets there falls short
+        wanted = math.log(enough)
         for _ in range(max_steps):
             moved = change[batch.sites].requires_grad_()
             with torch.enable_grad(), _saying_more(memory, batch.where, moved):
                 predictions = self._predictions(batch)
                 likelihood = predictions.gather(1, batch.tokens[:, None].to(predictions.device))[:, 0].to(device)
-                missing = (likelihood < math.log(probability)) & writable[batch.sites]
+                missing = (likelihood < wanted) & writable[batch.sites]
                 if not missing.any():
                     break
+                wanted = math.log(target)
                 (gradient,) = torch.autograd.grad(likelihood.sum(), moved)
             gradient = sites.reachable(gradient)
             # As far as would do if the logarithm of the probability was linear, but no further than the hidden state is long.
