@@ -16,6 +16,7 @@ on the rows in turn, but on their direction only, so solving and looking at the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -278,7 +279,7 @@ def write_facts(
     target_probability: float = 0.9,
     max_steps: int = 40,
     rounds: int = 4,
-    ridge: float = 1e-4,
+    ridge: float = 1e-2,
     reference_texts: Sequence[str] = (),
     batch_size: int = 16,
 ) -> MemoryEdit:
@@ -294,7 +295,8 @@ def write_facts(
         layer (`int`, *optional*): The decoder layer whose memory is written to, by default the last one that has any.
         orders (`Sequence[int]`, *optional*):
             The n of the n-grams whose rows may change, by default the longest only, which fires least elsewhere.
-        target_probability (`float`): Of each token of an answer. What has it is left alone.
+        target_probability (`float`):
+            Of each token of an answer. What has it is left alone; rounds after the first see to what has less than its square.
         max_steps (`int`): Gradient steps on the hidden state in a round, at most.
         rounds (`int`): How often to look at what was written and to add what is still missing, at most.
         ridge (`float`): Weight of the size of rows, relative to that of what they have to say. More keeps rows smaller.
@@ -327,8 +329,9 @@ def write_facts(
         original = table.weight[sites.rows].detach().clone()
         added = torch.zeros_like(original, dtype=torch.float64)
         try:
-            for _ in logging.tqdm(range(rounds), desc="Writing facts"):
-                wanted = questions.wanted_changes(memory, sites, target_probability, max_steps)
+            for done in logging.tqdm(range(rounds), desc="Writing facts"):
+                enough = target_probability if done == 0 else target_probability**2  # no more rounds for a trifle
+                wanted = questions.wanted_changes(memory, sites, enough, target_probability, max_steps)
                 if not wanted.any():
                     break
                 added = _solve_for_rows(memory, sites, original.double(), added, wanted, ridge)
@@ -461,6 +464,16 @@ class _Batch:
     inputs: dict[str, torch.Tensor]
     where: tuple[torch.Tensor, torch.Tensor]  # texts, positions: `(sites,)` each
     tokens: torch.Tensor  # `(sites,)`: what is to be predicted
+    sites: torch.Tensor  # `(sites,)`: their numbers in the batch that this one is a part of
+
+    def of_texts(self, texts: torch.Tensor) -> _Batch:
+        """The part of the batch with these texts, ascending."""
+        inputs = {
+            name: value[texts] if isinstance(value, torch.Tensor) else value for name, value in self.inputs.items()
+        }
+        own = torch.isin(self.where[0], texts)
+        where = (torch.searchsorted(texts, self.where[0][own]), self.where[1][own])
+        return _Batch(inputs, where, self.tokens[own], self.sites[own])
 
 
 class _Questions:
@@ -492,7 +505,8 @@ class _Questions:
             inputs = _padded([asked + expected for asked, expected in some], _device(model))
             sites = [(i, len(a) - 1 + k, token) for i, (a, e) in enumerate(some) for k, token in enumerate(e)]
             texts, positions, expected_tokens = torch.tensor(sites, device=inputs["input_ids"].device).unbind(1)
-            self.batches.append(_Batch(inputs, (texts, positions), expected_tokens))
+            numbers = torch.arange(len(sites), device=texts.device)
+            self.batches.append(_Batch(inputs, (texts, positions), expected_tokens, numbers))
 
     def _predictions(self, batch: _Batch) -> torch.Tensor:
         """Log-probabilities of all tokens at the sites of a batch, `(sites, vocab_size)`."""
@@ -508,43 +522,53 @@ class _Questions:
             found.append((chosen.cpu(), (predictions.argmax(1).cpu() == batch.tokens.cpu())))
         return torch.cat([each for each, _ in found]), torch.cat([each for _, each in found])
 
-    def wanted_changes(self, memory: NgramMemory, sites: _Sites, probability: float, max_steps: int) -> torch.Tensor:
-        """The changes of what the memory says that make every token as probable as it should be, `(sites, hidden_size)`.
+    def wanted_changes(
+        self, memory: NgramMemory, sites: _Sites, enough: float, target: float, max_steps: int
+    ) -> torch.Tensor:
+        """The changes of what the memory says that make tokens as probable as `target` if they are not as `enough`, `(sites, hidden_size)`.
 
         Only directions in which rows can change anything; zero where nothing has to change or nothing can.
         """
         changes, begin = [], 0
         for batch in self.batches:
             end = begin + len(batch.tokens)
-            changes.append(self._wanted_changes(memory, batch, sites, slice(begin, end), probability, max_steps))
+            changes.append(self._wanted_changes(memory, batch, sites, slice(begin, end), enough, target, max_steps))
             begin = end
         return torch.cat(changes)
 
     def _wanted_changes(
-        self, memory: NgramMemory, batch: _Batch, sites: _Sites, which: slice, probability: float, max_steps: int
+        self,
+        memory: NgramMemory,
+        batch: _Batch,
+        sites: _Sites,
+        which: slice,
+        enough: float,
+        target: float,
+        max_steps: int,
     ) -> torch.Tensor:
-        weight = memory.kv_proj.weight
-        writable = sites.mask[which].any(1).to(weight.device)
-        change = torch.zeros(len(writable), memory.spec.hidden_size, device=weight.device)
-        first, second = torch.zeros_like(change), torch.zeros_like(change)
-        length = 0.2 * sites.hidden_states[which].float().square().mean(1, keepdim=True).sqrt().to(change)
-        for step in range(max_steps):
-            change.requires_grad_()
-            with torch.enable_grad(), _saying_more(memory, batch.where, change):
+        device = memory.kv_proj.weight.device
+        writable = sites.mask[which].any(1).to(device)
+        change = torch.zeros(len(writable), memory.spec.hidden_size, device=device)
+        longest = sites.hidden_states[which].float().norm(dim=1, keepdim=True).to(change)
+        goal = math.log(target) / 2  # a step that only just gets there falls short
+        wanted = math.log(enough)
+        for _ in range(max_steps):
+            moved = change[batch.sites].requires_grad_()
+            with torch.enable_grad(), _saying_more(memory, batch.where, moved):
                 predictions = self._predictions(batch)
-                likelihood = predictions.gather(1, batch.tokens[:, None].to(predictions.device))[:, 0]
-                missing = (likelihood.exp() < probability).to(change.device) & writable
+                likelihood = predictions.gather(1, batch.tokens[:, None].to(predictions.device))[:, 0].to(device)
+                missing = (likelihood < wanted) & writable[batch.sites]
                 if not missing.any():
                     break
-                (gradient,) = torch.autograd.grad(-likelihood.sum(), change)
-            with torch.no_grad():  # Adam, for those that are not there yet
-                gradient = sites.reachable(gradient)
-                first = 0.9 * first + 0.1 * gradient
-                second = 0.9 * second + 0.1 * gradient.square()
-                unbiased = 1 - 0.9 ** (step + 1)
-                move = sites.reachable(-length * (first / unbiased) / ((second / unbiased).sqrt() + 1e-12))
-                change = torch.where(missing[:, None], change.detach() + move, change.detach())
-        return change.detach()
+                wanted = math.log(target)
+                (gradient,) = torch.autograd.grad(likelihood.sum(), moved)
+            gradient = sites.reachable(gradient)
+            # As far as would do if the logarithm of the probability was linear, but no further than the hidden state is long.
+            size = gradient.norm(dim=1, keepdim=True) + 1e-12
+            length = torch.minimum((goal - likelihood.detach())[:, None] / size, longest[batch.sites])
+            change[batch.sites] += torch.where(missing[:, None], length * gradient / size, 0)
+            batch = batch.of_texts(batch.where[0][missing.to(batch.where[0].device)].unique())
+        return change
 
     def outcomes(
         self,
@@ -690,7 +714,7 @@ def _solve_for_rows(
     value = _value_weight(memory, sites.tables)
     for _ in range(_GATE_ROUNDS):
         _, without = _gated_values(memory, sites, original, gates)
-        added = _ridge(sites, value, gates, target - without, ridge)
+        added = _ridge(sites, value, gates, target - without, ridge, added)
         gates, _ = _gated_values(memory, sites, original + added)
     return added
 
@@ -712,7 +736,12 @@ def _gated_values(
 
 
 def _ridge(
-    sites: _Sites, value: torch.Tensor, gates: torch.Tensor, target: torch.Tensor, ridge: float
+    sites: _Sites,
+    value: torch.Tensor,
+    gates: torch.Tensor,
+    target: torch.Tensor,
+    ridge: float,
+    start: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The rows `x` that minimise `sum_s || gate_s W_V x_s - target_s ||^2 + ridge * scale * || x ||^2`, by conjugate gradients.
 
@@ -727,11 +756,12 @@ def _ridge(
         return transposed(gates * (sites.gathered(x).flatten(1) @ value.T)) + ridge * scale * x
 
     right = transposed(target)
-    x = torch.zeros_like(right)
-    residual, direction = right.clone(), right.clone()
-    size = start = float(residual.square().sum())
+    x = torch.zeros_like(right) if start is None else start.clone()
+    residual = right - normal(x)
+    direction = residual.clone()
+    size, enough = float(residual.square().sum()), 1e-16 * float(right.square().sum())
     for _ in range(10 * value.shape[1]):
-        if size <= 1e-20 * start:
+        if size <= enough:
             break
         image = normal(direction)
         length = size / float((direction * image).sum())
@@ -751,7 +781,7 @@ def erase_ngrams(
     forget_texts: Sequence[str],
     retain_texts: Sequence[str] = (),
     *,
-    ridge: float = 1e-4,
+    ridge: float = 1e-2,
     batch_size: int = 16,
 ) -> MemoryEdit:
     """Takes out of a model's memories what they know about the n-grams of some texts. The edit is in force when this returns.
