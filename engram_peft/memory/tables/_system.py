@@ -18,6 +18,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 
 if TYPE_CHECKING:
@@ -89,6 +90,11 @@ def _on_sigbus(signal: int, info: int, context: int) -> None:
                 return
     # not ours: the read is repeated, under whatever was in force before
     _libc.sigaction(_SIGBUS, ctypes.byref(_previous), None)
+
+
+def bytes_at(address: int, length: int) -> torch.Tensor:
+    """A view of memory, uint8 `[length]`. Whoever asks for it sees to it that what is read through it stays mapped."""
+    return torch.frombuffer((ctypes.c_ubyte * length).from_address(address), dtype=torch.uint8)
 
 
 def advise_needed(address: int, runs: np.ndarray) -> bool:

@@ -86,7 +86,7 @@ def checkpoint_columns(
     heads = None
     if len(values[0].entry.shape) == 3:
         heads = tuple(rows for part in values for rows in [part.entry.shape[1]] * part.entry.shape[0])
-    value_column = _column(values, dim * dtype.itemsize)
+    value_column = _column(values, dtype, dim)
     if scales is None:
         return RowLayout(dtype, dim), (value_column,), heads
     scale_parts = _chosen(tensors, scales, path, "scales")
@@ -97,7 +97,7 @@ def checkpoint_columns(
         raise ValueError(
             f"`scales` of {scale_parts[0].entry.dtype}, {n_scales} a row, do not fit rows of {dim} values."
         )
-    scale_column = _column(scale_parts, n_scales * scale_dtype.itemsize)
+    scale_column = _column(scale_parts, scale_dtype, n_scales)
     if scale_column.rows != value_column.rows:
         raise ValueError(f"`scales` has {scale_column.rows} rows, the table has {value_column.rows}.")
     return RowLayout(dtype, dim, scale_dtype, dim // n_scales), (value_column, scale_column), heads
@@ -131,6 +131,7 @@ def _chosen(
     return chosen
 
 
-def _column(parts: Sequence[StoredTensor], row_bytes: int) -> Column:
+def _column(parts: Sequence[StoredTensor], dtype: torch.dtype, width: int) -> Column:
+    row_bytes = width * dtype.itemsize
     regions = [Region(p.path, p.entry.start, (p.entry.end - p.entry.start) // row_bytes) for p in parts]
-    return Column(tuple(regions), row_bytes)
+    return Column(tuple(regions), row_bytes, dtype)

@@ -214,8 +214,8 @@ def _check_same_rows(name: str, weight: torch.Tensor, table: Table) -> None:
     if weight.is_meta:
         return
     generator = torch.Generator().manual_seed(0)
-    sample = torch.randint(table.rows, (_COMPARED_ROWS,), generator=generator)
-    sample[:2] = torch.tensor([0, table.rows - 1])
+    sample = torch.randint(table.rows, (_COMPARED_ROWS,), generator=generator, device="cpu")
+    sample[:2] = torch.tensor([0, table.rows - 1], device="cpu")
     with torch.no_grad():
         held = F.embedding(sample.to(weight.device), weight).cpu()
         rows = table.gather(sample)

@@ -9,15 +9,17 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers.utils import logging
 
+from . import _system
 from ._system import PAGE
 from .digests import ChunkDigests
 from .format import TableChangedError, TableSizeError, open_file
@@ -29,7 +31,7 @@ _READ_BYTES = 16 * 2**20
 _SHOW_PROGRESS_BYTES = 2**30
 _RING = 4  # copies to the GPU that may be under way at once
 _SAMPLED_PAGES = 16
-_QUICK_TAKE, _QUICK_ROW = 50_000, 100  # nanoseconds that taking rows from memory stays below, and more for every row
+_QUICK_TAKE, _QUICK_ROW = 100_000, 100  # nanoseconds that taking rows from memory stays below, and more for every row
 _COLD_GATHERS = 16  # where pages had to be read, so many gathers more look for missing ones first
 
 
@@ -44,10 +46,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Column:
-    """Rows of `row_bytes` bytes in one or several regions, whose rows are counted on from one to the next."""
+    """Rows of `row_bytes` bytes, numbers of `dtype`, in one or several regions, whose rows are counted on from one to the next."""
 
     regions: tuple[Region, ...]
     row_bytes: int
+    dtype: torch.dtype = torch.uint8
 
     @property
     def rows(self) -> int:
@@ -62,36 +65,22 @@ class HostRows:
     """Rows that the CPU can read.
 
     Args:
-        parts (`Sequence[np.ndarray]`): uint8 `[rows, row_bytes]` each; together they are the table.
+        rows (`torch.Tensor`): `[rows, width]`, all of a column.
     """
 
-    def __init__(self, parts: Sequence[np.ndarray]) -> None:
-        self._parts = list(parts)
-        self._ends = np.cumsum([len(part) for part in parts])
-        self.row_bytes = parts[0].shape[1]
+    def __init__(self, rows: torch.Tensor) -> None:
+        self._rows = rows
 
-    def take(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Rows `ids`, int64 of any shape -> uint8 `[*ids.shape, row_bytes]`. All ids have to be rows of the table."""
-        if len(self._parts) == 1:
-            # "clip", since ids were checked and the other modes copy through a buffer; it also keeps reads in range
-            return self._parts[0].take(ids, axis=0, out=out, mode="clip")
+    def take(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows `ids`, int64 of any shape -> `[*ids.shape, width]`; `out` is contiguous.
+
+        Raises:
+            `IndexError`: An id is not a row of the table.
+        """
         if out is None:
-            out = np.empty((*ids.shape, self.row_bytes), np.uint8)
-        flat = out.reshape(-1, self.row_bytes)  # a view: `out` is contiguous
-        for part, where, rows in self._by_part(ids):
-            flat[where] = self._parts[part].take(rows, axis=0, mode="clip")
+            return F.embedding(ids, self._rows)
+        torch.index_select(self._rows, 0, ids.reshape(-1), out=out.view(-1, out.shape[-1]))
         return out
-
-    def _by_part(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """For every part that holds some of the rows: its number, where in the flattened `ids` they are, and their numbers in it."""
-        flat = ids.reshape(-1)
-        if not flat.size:
-            return
-        owners = np.searchsorted(self._ends, flat, side="right")
-        order = np.argsort(owners, kind="stable")
-        owners, begins = np.unique(owners[order], return_index=True)
-        for part, where in zip(owners.tolist(), np.split(order, begins[1:]), strict=True):
-            yield part, where, flat[where] - (self._ends[part] - len(self._parts[part]))
 
 
 class MappedRows(HostRows):
@@ -104,50 +93,76 @@ class MappedRows(HostRows):
 
     def __init__(self, column: Column, digests: ChunkDigests | None = None) -> None:
         files: dict[str, MappedFile] = {}
-        self._regions = column.regions
+        self._column, self._regions = column, column.regions
         for region in column.regions:
             if region.path not in files:
                 files[region.path] = MappedFile(region.path)
+            if (end := region.start + region.rows * column.row_bytes) > files[region.path].length:
+                raise TableSizeError(
+                    f"{region.path} is truncated: {end} bytes were expected, it has {files[region.path].length}."
+                )
         self._files = [files[region.path] for region in column.regions]
-        parts = []
-        for region, file in zip(column.regions, self._files, strict=True):
-            end = region.start + region.rows * column.row_bytes
-            if end > file.length:
-                raise TableSizeError(f"{region.path} is truncated: {end} bytes were expected, it has {file.length}.")
-            parts.append(file.bytes[region.start : end].reshape(region.rows, column.row_bytes))
-        super().__init__(parts)
+        # all constants say where they are: a table may be opened while a model is being made on the meta device
+        counts = torch.tensor([region.rows for region in column.regions], device="cpu")
+        self._ends = counts.cumsum(0)
+        addresses = [file.address + region.start for file, region in zip(self._files, self._regions, strict=True)]
+        if len(addresses) == 1:
+            super().__init__(_system.bytes_at(addresses[0], column.nbytes).view(column.dtype).view(column.rows, -1))
+        else:
+            # Rows at every byte from the first file to the last, one byte apart: whatever lies between the regions is never
+            # addressed, and rows of all regions are found in one operation, by where they begin.
+            first, last = min(file.address for file in self._files), max(f.address + f.length for f in self._files)
+            every = _system.bytes_at(first, last - first)
+            super().__init__(every.as_strided((last - first - column.row_bytes + 1, column.row_bytes), (1, 1)))
+            # what to add to the number of a row times its size, for each region
+            self._shifts = torch.tensor(addresses, device="cpu") - first - (self._ends - counts) * column.row_bytes
         self._digests = digests
         self._looks = 1  # how many of the next gathers look for missing pages first
 
-    def take(self, ids: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def take(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """As `HostRows.take`.
 
         Raises:
+            `IndexError`: An id is not a row of the table.
             `TableDigestError`: A chunk is not what was written.
             `TableChangedError`: A file changed since it was opened, so what was read from it may be anything.
         """
+        if self._looks > 0 or self._digests is not None or len(self._regions) > 1:
+            ids = self._in_range(ids)
         if self._looks > 0:
-            self._read_ahead(ids)
+            self._read_ahead(ids.numpy())
         if self._digests is not None:
-            self._check_chunks(self._digests, self._digests.unchecked(ids))
+            self._check_chunks(self._digests, self._digests.unchecked(ids.numpy()))
         started = time.perf_counter_ns()
-        if len(self._parts) == 1:
-            rows = self._parts[0].take(ids, axis=0, out=out, mode="clip")
+        if len(self._regions) == 1:
+            rows = super().take(ids, out)
             self._files[0].check()
         else:
-            rows = super().take(ids, out)
-            for file in {self._files[part] for part in self._touched(ids)}:
-                file.check()
-        if time.perf_counter_ns() - started > _QUICK_TAKE + _QUICK_ROW * ids.size:
+            rows = self._take_from_regions(ids, out)
+        if time.perf_counter_ns() - started > _QUICK_TAKE + _QUICK_ROW * ids.numel():
             self._looks = max(self._looks, 1)  # pages may have been read, so the next gather looks first
+        return rows
+
+    def _take_from_regions(self, ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        owners = torch.searchsorted(self._ends, ids, right=True)
+        found = F.embedding(ids * self._column.row_bytes + self._shifts[owners], self._rows)
+        for file in {self._files[region] for region in set(owners.reshape(-1).tolist())}:
+            file.check()
+        found = typed(found, self._column.dtype)
+        return found if out is None else out.copy_(found)
+
+    def _in_range(self, ids: torch.Tensor) -> torch.Tensor:
+        """A copy of ids that all are rows, which nobody else can change afterwards."""
+        rows = ids.clamp(0, self._column.rows - 1)
+        if not torch.equal(rows, ids):
+            raise IndexError("A row is not in the table.")
         return rows
 
     def prefetch(self, ids: np.ndarray) -> int:
         """Asks for the pages of rows to be read, without waiting. Returns how many pages these are."""
         pages = 0
-        for part, runs in self._runs(ids):
-            file, region = self._files[part], self._regions[part]
-            first, last = region.start // PAGE, (region.start + self._parts[part].size - 1) // PAGE
+        for file, region, runs in self._runs(ids):
+            first, last = region.start // PAGE, (region.start + region.rows * self._column.row_bytes - 1) // PAGE
             pages += (asked := int(runs[:, 1].sum()))
             if 4 * asked > last - first + 1 and len(runs) > 1:  # then one sequential read is quicker than many
                 runs = np.array([[first, last - first + 1]])
@@ -175,13 +190,14 @@ class MappedRows(HostRows):
             digests.check_chunk(chunk, self._chunk(digests, chunk))
 
     def _chunk(self, digests: ChunkDigests, first: int, count: int = 1) -> np.ndarray:
-        return self._parts[0].reshape(-1)[first * digests.chunk_bytes : (first + count) * digests.chunk_bytes]
+        table = self._files[0].bytes[self._regions[0].start :][: self._column.nbytes]
+        return table[first * digests.chunk_bytes : (first + count) * digests.chunk_bytes]
 
     def residency(self) -> float | None:
         """The share of the table's pages that are in memory; None where the system does not tell."""
         held, pages = 0, 0
-        for part, (file, region) in enumerate(zip(self._files, self._regions, strict=True)):
-            end = region.start + self._parts[part].size
+        for file, region in zip(self._files, self._regions, strict=True):
+            end = region.start + region.rows * self._column.row_bytes
             if (found := file.resident(region.start, end)) is None:
                 return None
             held, pages = held + found, pages + -(-end // PAGE) - region.start // PAGE
@@ -190,23 +206,23 @@ class MappedRows(HostRows):
     def _read_ahead(self, ids: np.ndarray) -> None:
         """Reads ahead if a sample of the pages says that there is something to read, or nobody can say."""
         known, missing = True, False
-        for part, runs in self._runs(ids):
+        for file, _, runs in self._runs(ids):
             sample = runs[:: 1 + len(runs) // _SAMPLED_PAGES]
-            resident = self._files[part].are_resident(sample.sum(axis=1) - 1)
+            resident = file.are_resident(sample.sum(axis=1) - 1)
             known, missing = known and resident is not None, missing or not resident
         if missing:
             self.prefetch(ids)
         self._looks = _COLD_GATHERS if missing and known else self._looks - 1
 
-    def _runs(self, ids: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        if len(self._parts) == 1:
-            yield 0, page_runs(self._regions[0].start + ids.reshape(-1) * self.row_bytes, self.row_bytes)
-            return
-        for part, _, rows in self._by_part(ids):
-            yield part, page_runs(self._regions[part].start + rows * self.row_bytes, self.row_bytes)
-
-    def _touched(self, ids: np.ndarray) -> list[int]:
-        return np.unique(np.searchsorted(self._ends, ids, side="right")).tolist()
+    def _runs(self, ids: np.ndarray) -> Iterator[tuple[MappedFile, Region, np.ndarray]]:
+        """The page runs of rows in each region that holds some of them."""
+        flat, row_bytes = np.sort(ids.reshape(-1)), self._column.row_bytes
+        ends = self._ends.numpy()
+        cuts = np.searchsorted(flat, ends).tolist()
+        for number in np.unique(np.searchsorted(ends, flat, side="right")).tolist():
+            file, region = self._files[number], self._regions[number]
+            rows = flat[cuts[number - 1] if number else 0 : cuts[number]] - (int(ends[number]) - region.rows)
+            yield file, region, page_runs(region.start + rows * row_bytes, row_bytes)
 
 
 class CudaRows:
@@ -219,7 +235,7 @@ class CudaRows:
     """
 
     def __init__(self, column: Column, device: torch.device, digests: ChunkDigests | None = None) -> None:
-        self.row_bytes = column.row_bytes
+        self._column = column
         self.rows = torch.empty(column.nbytes, dtype=torch.uint8, device=device)
         start = 0
         for piece in read_pieces(column, digests):
@@ -228,10 +244,10 @@ class CudaRows:
         self.rows = self.rows.view(column.rows, column.row_bytes).view(_widest(column.row_bytes))
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids`, int64 on any device -> uint8 `[*ids.shape, row_bytes]` on the GPU."""
+        """Rows `ids`, int64 on any device -> `[*ids.shape, width]` on the GPU."""
         ids = ids.to(self.rows.device)
         rows = torch.index_select(self.rows, 0, ids.reshape(-1))
-        return rows.view(torch.uint8).view(*ids.shape, self.row_bytes)
+        return typed(rows.view(torch.uint8).view(*ids.shape, self._column.row_bytes), self._column.dtype)
 
 
 class PinnedRows:
@@ -239,28 +255,29 @@ class PinnedRows:
 
     Args:
         rows (`HostRows`): The rows.
+        column (`Column`): What they are.
         device (`torch.device`): The GPU.
     """
 
-    def __init__(self, rows: HostRows, device: torch.device) -> None:
-        self._rows, self._device = rows, device
+    def __init__(self, rows: HostRows, column: Column, device: torch.device) -> None:
+        self._rows, self._column, self._device = rows, column, device
         self._stream = torch.cuda.Stream(device)
-        self._buffers = [torch.empty(0, dtype=torch.uint8, pin_memory=True) for _ in range(_RING)]
+        self._buffers = [torch.empty(0, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(_RING)]
         self._copied = [torch.cuda.Event() for _ in range(_RING)]
         self._next, self._lock = 0, threading.Lock()
 
     def take(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids`, int64 on the CPU -> uint8 `[*ids.shape, row_bytes]` on the GPU; work queued on its stream waits for them."""
-        size = ids.numel() * self._rows.row_bytes
+        """Rows `ids`, int64 on the CPU -> `[*ids.shape, width]` on the GPU; work queued on its stream waits for them."""
+        size = ids.numel() * self._column.row_bytes
         with self._lock:
             slot, self._next = self._next, (self._next + 1) % _RING
             self._copied[slot].synchronize()
             if self._buffers[slot].numel() < size:
-                self._buffers[slot] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            buffer = self._buffers[slot][:size].view(*ids.shape, self._rows.row_bytes)
-            self._rows.take(ids.numpy(), buffer.numpy())
+                self._buffers[slot] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            buffer = typed(self._buffers[slot][:size].view(*ids.shape, self._column.row_bytes), self._column.dtype)
+            self._rows.take(ids, buffer)
             current = torch.cuda.current_stream(self._device)
-            rows = torch.empty(buffer.shape, dtype=torch.uint8, device=self._device)
+            rows = torch.empty_like(buffer, device=self._device)
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 rows.copy_(buffer, non_blocking=True)
@@ -272,11 +289,18 @@ class PinnedRows:
 
 def read_rows(column: Column, digests: ChunkDigests | None = None) -> HostRows:
     """The rows of a column, read into memory and checked against `digests`."""
-    rows, start = np.empty(column.nbytes, np.uint8), 0
+    rows, start = torch.empty(column.nbytes, dtype=torch.uint8, device="cpu"), 0
     for piece in read_pieces(column, digests):
-        rows[start : start + len(piece)] = piece
+        rows[start : start + len(piece)] = torch.from_numpy(piece)
         start += len(piece)
-    return HostRows([rows.reshape(column.rows, column.row_bytes)])
+    return HostRows(rows.view(column.dtype).view(column.rows, -1))
+
+
+def typed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes `[..., n]` as numbers `[..., n / itemsize]`."""
+    if not rows.numel():  # whose strides may be anything
+        return rows.new_empty((*rows.shape[:-1], rows.shape[-1] // dtype.itemsize), dtype=dtype)
+    return rows.contiguous().view(dtype)
 
 
 def read_pieces(column: Column, digests: ChunkDigests | None) -> Iterator[np.ndarray]:

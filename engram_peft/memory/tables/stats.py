@@ -51,41 +51,43 @@ class TableStats:
 
 
 class Counters:
-    """The running numbers behind `TableStats`; any thread may add to them."""
+    """The running numbers behind `TableStats`; any thread may add to them.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._gathers = self._rows = self._bytes = self._pages = 0
+    Args:
+        row_bytes (`int`): Bytes of a row.
+    """
+
+    def __init__(self, row_bytes: int) -> None:
+        self._row_bytes, self._lock = row_bytes, threading.Lock()
+        self._gathers = self._rows = self._pages = 0
+        # Appending needs no lock, and plain integers are nothing that Python's garbage collector has to look through: a gather
+        # of few rows would feel either.
+        self._new_rows: deque[int] = deque()
         self._waits: deque[int] = deque(maxlen=_KEPT_WAITS)
-        self._new: deque[tuple[int, int, int]] = (
-            deque()
-        )  # appending needs no lock, which a gather of few rows would feel
 
-    def add_gather(self, rows: int, nbytes: int, nanoseconds: int) -> None:
-        self._new.append((rows, nbytes, nanoseconds))
-        if len(self._new) > _KEPT_WAITS:
-            self._count_new()
+    def add_gather(self, rows: int, nanoseconds: int) -> None:
+        self._waits.append(nanoseconds)
+        self._new_rows.append(rows)
+        if len(self._new_rows) > _KEPT_WAITS:
+            self._add_up()
 
     def add_pages(self, pages: int) -> None:
         with self._lock:
             self._pages += pages
 
     def snapshot(self, residency: float | None) -> TableStats:
-        self._count_new()
-        with self._lock:
-            counted = (self._gathers, self._rows, self._bytes, self._pages)
-            waits = sorted(self._waits)
+        self._add_up()
+        waits = sorted(self._waits.copy())
         p50, p95, p99, longest = (_quantile(waits, q) / 1e9 for q in (0.5, 0.95, 0.99, 1.0))
+        with self._lock:
+            counted = (self._gathers, self._rows, self._rows * self._row_bytes, self._pages)
         return TableStats(*counted, residency, p50, p95, p99, longest)
 
-    def _count_new(self) -> None:
+    def _add_up(self) -> None:
         with self._lock:
-            while self._new:  # nobody else takes any out
-                rows, nbytes, nanoseconds = self._new.popleft()
+            for _ in range(len(self._new_rows)):  # nobody else takes any out
+                self._rows += self._new_rows.popleft()
                 self._gathers += 1
-                self._rows += rows
-                self._bytes += nbytes
-                self._waits.append(nanoseconds)
 
 
 def _quantile(ascending: list[int], q: float) -> int:

@@ -39,6 +39,7 @@ from .placement import (
     cuda_device,
     read_pieces,
     read_rows,
+    typed,
 )
 from .prefetch import in_background
 from .stats import Counters, TableStats
@@ -96,11 +97,14 @@ class Table:
         self.placement = choose_placement(nbytes, device) if placement == "auto" else placement
         self._on_gpu = self.placement in ("pinned", "cuda")
         self.device = cuda_device(self.placement, device) if self._on_gpu else torch.device("cpu")
-        self._dtype, self._row_bytes, self._scaled = layout.dtype, layout.row_bytes, layout.scale_dtype is not None
-        one = len(head_sizes) == 1
-        self._sizes: Any = head_sizes[0] if one else np.array(head_sizes, np.uint64)
-        self._offsets = None if one else np.array(head_offsets(head_sizes), np.int64)
-        self._counters = Counters()
+        self._scaled = layout.scale_dtype is not None
+        self._heads = len(head_sizes)
+        self._offsets = self._zeros = self._last = None
+        if self._heads > 1:
+            self._offsets = torch.tensor(head_offsets(head_sizes), device="cpu")
+            self._last = torch.tensor(head_sizes, device="cpu") - 1
+            self._zeros = torch.zeros_like(self._last)
+        self._counters = Counters(layout.row_bytes)
         self._digests = None if header is None or verify == "size" else _digests_of(header, columns[0].regions[0].path)
         self._host: list[HostRows] = []
         self._gpu: list[PinnedRows | CudaRows] = []
@@ -110,7 +114,8 @@ class Table:
             held = MappedRows if self.placement == "mmap" else read_rows
             self._host = [held(column, self._digests) for column in columns]
         if self.placement == "pinned":
-            self._gpu, self._host = [PinnedRows(rows, self.device) for rows in self._host], []
+            self._gpu = [PinnedRows(*each, self.device) for each in zip(self._host, columns, strict=True)]
+            self._host = []
         if verify == "full" and self.placement == "mmap":
             self.verify()
 
@@ -165,17 +170,18 @@ class Table:
             raise ValueError("This table was closed.")
         else:
             where = self._flat(ids)
-            if self._scaled:
-                rows = self._decoded([torch.from_numpy(column.take(where)) for column in columns])
-            elif out is not None and out.is_cpu and out.is_contiguous():
-                self._check_out(out, where.shape)
-                columns[0].take(where, out.view(torch.uint8).numpy())
-                rows = out
-            else:
-                rows = torch.from_numpy(columns[0].take(where))
-                rows = rows.view(self._dtype) if where.size else _typed(rows, self._dtype)
-        count = ids.numel()
-        self._counters.add_gather(count, count * self._row_bytes, time.perf_counter_ns() - started)
+            target = None  # where rows can be put at once
+            if out is not None and out.is_cpu and out.is_contiguous() and not self._scaled:
+                self._check_out(target := out, ids.shape)
+                self._check_rows(where, ids)
+            try:
+                if self._scaled:
+                    rows = self._decoded([column.take(where) for column in columns])
+                else:
+                    rows = columns[0].take(where, target)
+            except IndexError:
+                raise self._outside(ids) from None
+        self._counters.add_gather(ids.numel(), time.perf_counter_ns() - started)
         if out is None or rows is out:
             return rows
         if isinstance(rows, ScaledRows):
@@ -190,7 +196,8 @@ class Table:
         if self.placement == "cuda" and ids.is_cuda:
             where = self._checked_on_gpu(ids)
         else:
-            where = torch.from_numpy(self._flat(ids))
+            where = self._flat(ids)
+            self._check_rows(where, ids)
         return [column.take(where) for column in columns]
 
     def prefetch(self, ids: torch.Tensor) -> Future[int]:
@@ -202,7 +209,9 @@ class Table:
         Returns:
             What says when it was asked for, and for how many pages; 0 where nothing is on disk. Nobody needs to wait for it.
         """
-        where = self._flat(ids).copy()  # the caller may change its ids before the thread comes to them
+        where = self._flat(ids)
+        self._check_rows(where, ids)
+        rows = where.numpy().copy()  # the caller may change its ids before the thread comes to them
         mapped = [column for column in self._host if isinstance(column, MappedRows)]
         if not mapped:
             done: Future[int] = Future()
@@ -210,7 +219,7 @@ class Table:
             return done
 
         def ask() -> int:
-            pages = sum(column.prefetch(where) for column in mapped)
+            pages = sum(column.prefetch(rows) for column in mapped)
             self._counters.add_pages(pages)
             return pages
 
@@ -220,45 +229,58 @@ class Table:
         """The bytes of rows `start` to `stop`, counted over all heads, as a file of one table holds them: uint8 `[n, row_bytes]`."""
         if not self._host:
             raise ValueError("This table was closed, or is on a GPU. Open it with `placement='mmap'`.")
-        parts = [column.take(np.arange(start, stop)) for column in self._host]
+        parts = [
+            column.take(torch.arange(start, stop, device="cpu")).view(torch.uint8).numpy() for column in self._host
+        ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def _flat(self, ids: torch.Tensor) -> np.ndarray:
-        """Ids that were checked, as row numbers of the whole table, int64."""
+    def _flat(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids as row numbers of the whole table, int64 on the CPU. With one head nobody has looked yet whether they are rows."""
         if ids.dtype is not torch.int64:
             ids = self._as_int64(ids)
-        found: np.ndarray = (ids if ids.is_cpu else ids.cpu()).numpy()
-        if self._offsets is not None and (found.ndim == 0 or found.shape[-1] != len(self._offsets)):
-            raise ValueError(
-                f"`ids` has the shape {list(ids.shape)}, its last dimension has to be the table's {len(self._offsets)} heads."
-            )
-        inside = found.view(np.uint64) < self._sizes  # as unsigned numbers, negative ones are larger than any table
-        if np.count_nonzero(inside) != found.size:
-            raise self._outside(found, inside)
-        return found if self._offsets is None else found + self._offsets
+        if not ids.is_cpu:
+            ids = ids.cpu()
+        if self._offsets is None:
+            return ids
+        if ids.ndim == 0 or ids.shape[-1] != self._heads:
+            raise self._wrong_heads(ids)
+        inside = torch.clamp(ids, self._zeros, self._last)
+        if not torch.equal(inside, ids):
+            raise self._outside(ids)
+        return inside + self._offsets
+
+    def _check_rows(self, where: torch.Tensor, ids: torch.Tensor) -> None:
+        """Raises an `IndexError` if row numbers of the whole table are none."""
+        if not torch.equal(where.clamp(0, self.rows - 1), where):
+            raise self._outside(ids)
 
     def _checked_on_gpu(self, ids: torch.Tensor) -> torch.Tensor:
-        ids = ids if ids.dtype is torch.int64 else self._as_int64(ids)
-        if self._offsets is not None and ids.shape[-1:] != self._offsets.shape:
-            raise ValueError(
-                f"`ids` has the shape {list(ids.shape)}, its last dimension has to be the table's {len(self._offsets)} heads."
-            )
-        sizes = torch.tensor(self.head_sizes, device=ids.device)
-        inside = (ids >= 0) & (ids < sizes)
+        ids = self._as_int64(ids)
+        if self._heads > 1 and ids.shape[-1:] != (self._heads,):
+            raise self._wrong_heads(ids)
+        inside = (ids >= 0) & (ids < torch.tensor(self.head_sizes, device=ids.device))
         if not bool(inside.all()):
-            raise self._outside(ids.cpu().numpy(), inside.cpu().numpy())
+            raise self._outside(ids)
         return ids.to(self.device) + torch.tensor(head_offsets(self.head_sizes), device=self.device)
 
     def _as_int64(self, ids: torch.Tensor) -> torch.Tensor:
-        if ids.dtype is torch.int32 or ids.dtype is torch.int64:
+        if ids.dtype is torch.int64:
+            return ids
+        if ids.dtype is torch.int32:
             return ids.long()
         raise TypeError(f"`ids` has to be int32 or int64, it is {ids.dtype}.")
 
-    def _outside(self, ids: np.ndarray, inside: np.ndarray) -> IndexError:
-        where = tuple(np.argwhere(~inside)[0].tolist())
+    def _wrong_heads(self, ids: torch.Tensor) -> ValueError:
+        return ValueError(
+            f"`ids` has the shape {list(ids.shape)}, its last dimension has to be the table's {len(self.head_sizes)} heads."
+        )
+
+    def _outside(self, ids: torch.Tensor) -> IndexError:
+        sizes = torch.tensor(self.head_sizes, device="cpu")
+        where = tuple(((ids.cpu() < 0) | (ids.cpu() >= sizes)).view(ids.shape).nonzero()[0].tolist())
         head = where[-1] if len(self.head_sizes) > 1 else 0
         return IndexError(
-            f"Row {ids[where]} at position {list(where)} of `ids` is not in head {head}, which has rows 0 to "
+            f"Row {int(ids[where])} at position {list(where)} of `ids` is not in head {head}, which has rows 0 to "
             f"{self.head_sizes[head] - 1}."
         )
 
@@ -268,13 +290,14 @@ class Table:
             raise ValueError(f"`out` has to be {self.dtype} {list(expected)}, it is {out.dtype} {list(out.shape)}.")
 
     def _decoded(self, parts: list[torch.Tensor]) -> torch.Tensor | ScaledRows:
-        """Bytes `[..., row_bytes]`, or values and scales apart, as what they mean."""
+        """Rows of the columns as what they mean: a record's values and scales apart."""
         layout = self.layout
         if layout.scale_dtype is None:
-            return _typed(parts[0], layout.dtype)
-        if len(parts) == 1:
-            parts = [parts[0][..., : layout.value_bytes], parts[0][..., layout.value_bytes :]]
-        return ScaledRows(_typed(parts[0], layout.dtype), _typed(parts[1], layout.scale_dtype))
+            return parts[0]
+        if len(parts) == 2:
+            return ScaledRows(*parts)
+        values, scales = parts[0][..., : layout.value_bytes], parts[0][..., layout.value_bytes :]
+        return ScaledRows(typed(values, layout.dtype), typed(scales, layout.scale_dtype))
 
     # ------------------------------------------------------------------------------------------------ the whole
 
@@ -355,13 +378,6 @@ class Table:
         return f"Table({self.rows} x {self.dim} {self.dtype}{scales}, {len(self.head_sizes)} heads, {self.placement})"
 
 
-def _typed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes `[..., n]` as numbers `[..., n / itemsize]`."""
-    if not rows.numel():  # whose strides numpy sets to zero
-        return rows.new_empty((*rows.shape[:-1], rows.shape[-1] // dtype.itemsize), dtype=dtype)
-    return rows.contiguous().view(dtype)
-
-
 def open_table(
     path: Paths,
     *,
@@ -420,7 +436,11 @@ def open_table(
             raise ValueError(f"`head_sizes` is {list(head_sizes)}, {path} was written with {list(header.head_sizes)}.")
         layout, sizes = header.layout, header.head_sizes
         columns: tuple[Column, ...] = (
-            Column((Region(os.fspath(path), header.table.start, header.rows),), layout.row_bytes),
+            Column(
+                (Region(os.fspath(path), header.table.start, header.rows),),
+                layout.row_bytes,
+                torch.uint8 if layout.scale_dtype else layout.dtype,
+            ),
         )
     else:
         if verify != "size":

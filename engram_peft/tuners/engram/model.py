@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig, PeftModel

@@ -191,9 +191,9 @@ def test_stats_count_what_was_gathered(exported, caplog):
 
 
 def test_waits_are_percentiles():
-    counters = Counters()
+    counters = Counters(2)
     for wait in range(1, 1001):
-        counters.add_gather(1, 2, wait * 1_000_000)
+        counters.add_gather(1, wait * 1_000_000)
     stats = counters.snapshot(0.5)
     expected = TableStats(1000, 1000, 2000, 0, 0.5, 0.5, 0.95, 0.99, 1.0)
     assert stats == expected
@@ -204,9 +204,9 @@ def test_waits_are_percentiles():
 
 
 def test_only_the_latest_waits_are_kept():
-    counters = Counters()
-    counters.add_gather(1, 1, 10**12)
+    counters = Counters(2)
+    counters.add_gather(1, 10**12)
     for _ in range(25_000):
-        counters.add_gather(1, 1, 1000)
+        counters.add_gather(1, 1000)
     stats = counters.snapshot(None)
     assert (stats.gathers, stats.rows, stats.wait_max) == (25_001, 25_001, 1e-6)
