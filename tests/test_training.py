@@ -625,7 +625,7 @@ def test_sft_trainer_of_trl(
     tmp_path: Path, tiny_tokenizer: Callable[..., PreTrainedTokenizerFast], options: dict[str, Any]
 ):
     """Plain, and resumed to the bit. It runs the model without its head, and the memory with it."""
-    trl = pytest.importorskip("trl")
+    import trl
     from datasets import Dataset
 
     texts = ["the capital of france is paris", "a cat by the river", "one two three four", "the moon is old"] * 4

@@ -94,7 +94,6 @@ def quantised(method: str) -> t.quantizers.base.QuantizationConfigMixin:
         from torchao.quantization import Int8WeightOnlyConfig
 
         return t.TorchAoConfig(Int8WeightOnlyConfig())
-    pytest.importorskip("bitsandbytes")
     if method == "int8 of bitsandbytes":
         return t.BitsAndBytesConfig(load_in_8bit=True)
     return t.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -102,8 +101,6 @@ def quantised(method: str) -> t.quantizers.base.QuantizationConfigMixin:
 
 @pytest.mark.parametrize("method", ["int8 of torchao", "int8 of bitsandbytes", "nf4 of bitsandbytes"])
 def test_a_quantised_backbone(method: str, tmp_path):
-    if "torchao" in method:
-        pytest.importorskip("torchao")
     shape = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 4, "head_dim": 32}
     backbone("llama", **shape).save_pretrained(tmp_path / "plain")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=quantised(method))
@@ -126,7 +123,8 @@ def test_a_quantised_backbone(method: str, tmp_path):
 
 def write_gguf(model: t.LlamaForCausalLM, path: Path) -> None:
     """The weights in the names of llama.cpp, which has the halves of every rotated head interleaved."""
-    gguf = pytest.importorskip("gguf")
+    import gguf
+
     config, weights = model.config, model.state_dict()
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config.num_hidden_layers)

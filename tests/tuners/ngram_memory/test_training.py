@@ -120,7 +120,8 @@ def test_it_is_trained_beside_lora(tmp_path):
 
 
 def test_trl_trains_it_from_a_config(tmp_path, tiny_tokenizer):
-    trl = pytest.importorskip("trl")
+    import trl
+
     tokenizer = tiny_tokenizer()
     texts = Dataset.from_dict(
         {"text": ["the capital of france is paris .", "the queen of england lived in london ."] * 4}
@@ -140,7 +141,6 @@ def test_trl_trains_it_from_a_config(tmp_path, tiny_tokenizer):
 
 @pytest.mark.parametrize("kind", ["8bit", "nf4"])
 def test_a_quantised_backbone_is_trained_and_decodes(kind, tmp_path):
-    pytest.importorskip("bitsandbytes")
     backbone("llama", hidden_size=64, intermediate_size=64, head_dim=16).save_pretrained(tmp_path / "base")
     if kind == "8bit":
         quantisation = BitsAndBytesConfig(load_in_8bit=True)
