@@ -52,7 +52,8 @@ def edit_checkpoint(
         `FileExistsError`: There is something at `dst`.
         `FileNotFoundError`: `src` has no safetensors weights.
         `ValueError`: An adapter is not an ENGRAM adapter or does not fit the model; the model is quantised, or its checkpoint
-            calls the weights otherwise than the model does; an edited weight belongs to several layers.
+            calls the weights otherwise than the model does; an edited weight belongs to several layers, or is a Parameter
+            (`target_parameters`).
     """
     target = Path(dst)
     if target.exists():
@@ -151,6 +152,11 @@ def _adapted(model: PreTrainedModel, adapters: dict[str, Path]) -> PeftModel:
         if config.modules_to_save:
             raise ValueError(
                 f"The adapter in {folder} holds whole modules ({config.modules_to_save}). Load the model and merge it there."
+            )
+        if config.target_parameters:
+            raise ValueError(
+                f"The adapter in {folder} edits Parameters ({config.target_parameters[:2]}), which checkpoints store otherwise than the "
+                "model does. Load the model and merge it there."
             )
         config.inference_mode = True
         with torch.device("meta"):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .editing.collection import collect_statistics
 from .editing.encoding import Item, tokenize_item
+from .editing.experts import expert_stacks
 from .editing.extraction import ExtractionReport, extract_engram, resolve_filter
 from .editing.item_edit import ItemOptions, ItemReport, check_reads_on, extract_items
 from .editing.items import Forget, item_texts
@@ -196,7 +197,22 @@ def _mlp_outputs(model: PreTrainedModel | PeftModel, config: EngramConfig) -> se
         if missing := sorted(set(chosen) - writers.keys()):
             raise ValueError(f"`layers_to_transform` lists {missing}, but the model has layers 0 to {max(writers)}.")
         config.layers_to_transform = config.layers_pattern = None  # said by the names
+    for name in expert_stacks(unwrap(model)):
+        mlp = name.rsplit(".", 2)[0]
+        layer = next((number for number in chosen if writers[number].startswith(_layer_of(mlp))), None)
+        if layer is not None and not writers[layer].startswith(f"{mlp}."):
+            raise ValueError(
+                f"The MLPs of the model are experts with stacked weights ({name}), which cannot be edited item by item. Use "
+                "`EngramConfig.paper()`, or name the `target_modules` to edit."
+            )
     return {writers[number] for number in chosen}
+
+
+def _layer_of(name: str) -> str:
+    """The decoder layer's part of a name, up to and with the dot after its index."""
+    parts = name.split(".")
+    index = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
+    return ".".join(parts[: index + 1]) + "."
 
 
 def _collect_all(
@@ -217,6 +233,7 @@ def _collect_all(
         "token_position": extraction.pop("token_position", "answer"),
         **sizes,
         **{name: value for name, value in vars(Selection.of(config)).items() if name in _COLLECTION_SELECTS_BY},
+        "target_experts": config.target_experts,
     }
     weight, null_space = extraction.pop("retain_weight", 1.0), extraction.pop("null_space", False)
     target = collect_statistics(model, item_texts(forget), **options)
@@ -240,4 +257,10 @@ def _collect_all(
     return target, merge_statistics(*parts)
 
 
-_COLLECTION_SELECTS_BY = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+_COLLECTION_SELECTS_BY = (
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "target_parameters",
+)

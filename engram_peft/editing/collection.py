@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import torch
@@ -26,9 +26,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .encoding import Batch, Item, batches, encode_items, encode_pairs, pair_batches, tokenizer_fingerprint
+from .experts import ExpertCollector, ParameterStack
 from .kinds import LayerKind, kind_of
-from .selection import Selection, base_layer_of, editable_layers, output_head, select_layers, unwrap
-from .statistics import Moment, Provenance, Statistics
+from .parameters import expert_parameters, select_parameters
+from .routing import RowTokens, expert_family, expert_module
+from .selection import Selection, base_layer_of, outer_modules, output_head, select_layers, unwrap
+from .statistics import Moment, Provenance, Statistics, full_precision
 from .weights import input_device
 
 
@@ -62,6 +65,8 @@ def collect_statistics(
     exclude_modules: list[str] | str | None = None,
     layers_to_transform: list[int] | int | None = None,
     layers_pattern: list[str] | str | None = None,
+    target_parameters: list[str] | None = None,
+    target_experts: bool = True,
     batch_size: int = 8,
     max_length: int = 512,
     device: str | torch.device | None = None,
@@ -90,12 +95,17 @@ def collect_statistics(
         exclude_modules (`list[str]` or `str`, *optional*): Which of them not.
         layers_to_transform (`list[int]` or `int`, *optional*): Only those with these indices.
         layers_pattern (`list[str]` or `str`, *optional*): Name of the layers' container.
+        target_parameters (`list[str]`, *optional*):
+            Which Parameters, as in a PEFT config: those that hold the weights of all experts of a layer, or a matrix of a module
+            that is no linear layer.
+        target_experts (`bool`): Whether every linear layer includes experts whose weights are stacked.
         batch_size (`int`): Texts a batch.
         max_length (`int`): Longer texts are cut on the right.
         device (`str` or `torch.device`, *optional*): Where the sums are kept; by default beside the layer.
 
     Returns:
-        `Statistics`: One moment a layer, by its name in the unwrapped model.
+        `Statistics`: One moment a layer, by its name in the unwrapped model; where a Parameter holds the weights of experts one
+        an expert, `<name of the Parameter>.<index>`, which is empty for experts that no row was sent to.
 
     Raises:
         `ValueError`: No layer matches; a mask is not boolean, has another shape than the ids, or is empty everywhere; a layer
@@ -105,12 +115,21 @@ def collect_statistics(
     """
     base = unwrap(model)
     encoder = encoder_of(base)
-    selection = Selection(target_modules, exclude_modules, layers_to_transform, layers_pattern)
-    layers = _engram_layers(base) if selection == Selection() else {}
-    layers = layers or select_layers(base, selection)
+    selection = Selection(target_modules, exclude_modules, layers_to_transform, layers_pattern, target_parameters)
+    layers, stacks = _engram_layers(base) if selection == Selection() else ({}, {})
+    if not layers and not stacks:
+        layers, stacks = _select(base, selection, target_experts)
     stream = _Stream(data, tokenizer, mask_fn, token_position, batch_size, max_length, encoder is not None)
 
-    collector = Collector(layers, device, encoder=encoder)
+    routed = {name: stack for name, stack in stacks.items() if stack.is_routed}
+    collector = Collector(
+        layers,
+        device,
+        encoder=encoder,
+        kinds={name: stack.kind for name, stack in stacks.items() if not stack.is_routed},
+        experts=ExpertCollector(base, routed, device),
+        tokens=RowTokens(base, layers),
+    )
     # a caller's inference mode would hide in-place changes from us
     with torch.inference_mode(False), torch.no_grad(), evaluating(base), collector:
         run = BodyRunner(base, layers, collector)
@@ -123,14 +142,41 @@ def collect_statistics(
     return Statistics(collector.sinks(), stream.provenance(base))
 
 
-def _engram_layers(base: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in editable_layers(base).items() if _has_engram(module)}
+def _engram_layers(base: nn.Module) -> tuple[dict[str, nn.Module], dict[str, ParameterStack]]:
+    """The layers of the ENGRAM adapters, and the Parameters, by name; one that is a matrix is among the layers as well."""
+    layers: dict[str, nn.Module] = {}
+    stacks: dict[str, ParameterStack] = {}
+    for name, outer in outer_modules(base):
+        for module in _wrappers(outer):
+            if not hasattr(module, "engram_A"):
+                continue
+            public, stack = cast(Any, module).public_name(name), getattr(module, "stack", None)
+            if stack is not None:
+                stacks[public] = stack
+            if stack is None or not stack.is_routed:
+                layers[public] = outer
+    return layers, stacks
 
 
-def _has_engram(module: nn.Module) -> bool:
-    """Whether one of PEFT's wrappers around a layer is of an ENGRAM adapter."""
-    inner = getattr(module, "base_layer", None)
-    return hasattr(module, "engram_A") or (isinstance(inner, nn.Module) and _has_engram(inner))
+def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
+    """PEFT's wrappers around a layer, from outside."""
+    while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
+        yield module
+        module = inner
+
+
+def _select(
+    base: nn.Module, selection: Selection, target_experts: bool
+) -> tuple[dict[str, nn.Module], dict[str, ParameterStack]]:
+    """The layers that are asked for, and the Parameters, by name; one that is a matrix is among the layers as well."""
+    targets = selection.target_parameters
+    if targets is None and target_experts and selection.target_modules in (None, "all-linear"):
+        targets = expert_parameters(base, selection)
+    stacks = select_parameters(base, replace(selection, target_parameters=targets))
+    layers = select_layers(base, selection)
+    outer = {base_layer_of(module): module for _, module in outer_modules(base)}
+    layers |= {name: outer[stack.module] for name, stack in stacks.items() if not stack.is_routed}
+    return layers, stacks
 
 
 def encoder_of(model: nn.Module) -> nn.Module | None:
@@ -450,21 +496,9 @@ class _Group:
 
     def fold(self) -> None:
         if self.pending is not None:
-            with _full_precision(self.pending.device):
+            with full_precision(self.pending.device):
                 self.sink.add(self.pending)
             self.pending = None
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """No autocast, and no TF32 or bfloat16 shortcuts in float32 products: either costs three digits."""
-    precision = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        with torch.autocast(device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(precision)
 
 
 class Collector:
@@ -476,8 +510,14 @@ class Collector:
         device: str | torch.device | None,
         sink: Callable[..., Any] = Moment,
         encoder: nn.Module | None = None,
+        kinds: Mapping[str, LayerKind] | None = None,
+        experts: ExpertCollector | None = None,
+        tokens: RowTokens | None = None,
     ) -> None:
         self.layers, self.device, self.sink, self.encoder = layers, device, sink, encoder
+        self.experts, self.tokens = experts, tokens
+        # `kinds` says how to read what is no layer that has one
+        self.kinds = {name: (kinds or {}).get(name) or _known_kind(module) for name, module in layers.items()}
         self.in_encoder = set() if encoder is None else set(encoder.modules())
         self.encoded: torch.Tensor | None = None  # what the encoder made in this batch
         self.names = {module: name for name, module in layers.items()}
@@ -486,7 +526,7 @@ class Collector:
         self.mask = RowMask()
         self.first_batch = True
         self.listening = True
-        # first batch: the group of every tensor seen in it, and of every way to make rows of it
+        # the groups that this batch made, by the tensor seen and the way to make rows of it
         self.by_tensor: dict[tuple[int, bool, Hashable], _Group] = {}
 
     def __enter__(self) -> Collector:
@@ -494,19 +534,30 @@ class Collector:
             self.handles.append(module.register_forward_pre_hook(self._hook, with_kwargs=True))
         if self.encoder is not None:
             self.handles.append(self.encoder.register_forward_hook(self._see_encoded))
+        for beside in (self.experts, self.tokens):
+            if beside is not None:
+                beside.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
+        for beside in (self.experts, self.tokens):
+            if beside is not None:
+                beside.__exit__(*error)
         for handle in self.handles:
             handle.remove()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        self.listening = False
+        self._listen(False)
         try:
             yield
         finally:
-            self.listening = True
+            self._listen(True)
+
+    def _listen(self, listening: bool) -> None:
+        self.listening = listening
+        if self.experts is not None:
+            self.experts.listening = listening
 
     def _hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.listening:
@@ -517,6 +568,10 @@ class Collector:
 
     def start_batch(self, mask: RowMask) -> None:
         self.mask = mask
+        if self.experts is not None:
+            self.experts.mask = mask.rows
+        if self.tokens is not None:
+            self.tokens.num_tokens = {side.numel() for side in (mask.rows, mask.encoder) if side is not None}
 
     def end_batch(self) -> None:
         self.encoded = None
@@ -548,15 +603,10 @@ class Collector:
             group.fold()
 
     def _first_group(self, name: str, module: nn.Module, x: torch.Tensor) -> _Group:
-        has_bias, layer = _has_bias(module), base_layer_of(module)
-        kind = _known_kind(layer)
-        key = (id(x), has_bias, kind.geometry(layer))
-        group = self.by_tensor.get(key) if self.first_batch else None
+        key = (id(x), _has_bias(module), self.kinds[name].geometry(base_layer_of(module)))
+        group = self.by_tensor.get(key)
         if group is None or not group.holds(x):
-            groups, _, width = kind.shape(layer)
-            group = _Group(self.sink(width + has_bias) if groups == 1 else self.sink(width + has_bias, groups))
-            if self.first_batch:
-                self.by_tensor[key] = group
+            group = self.by_tensor[key] = _Group(self._new_sink(name))
         group.members.append(name)
         self.group_of[name] = group
         return group
@@ -580,8 +630,7 @@ class Collector:
 
         One-hot rows stay the indices that they are, `(n,)`.
         """
-        layer = base_layer_of(module)
-        kind = _known_kind(layer)
+        layer, kind = base_layer_of(module), self.kinds[name]
         rows = kind.rows(layer, x.detach())
         groups, _, width = kind.shape(layer)
         if not kind.one_hot and rows.shape[-1] != width:
@@ -592,14 +641,11 @@ class Collector:
         of_a_row = 0 if kind.one_hot else 1 if groups == 1 else 2  # dimensions
         positions, row = rows.shape[: rows.dim() - of_a_row], rows.shape[rows.dim() - of_a_row :]
         rows = rows.reshape(-1, *row)
-        mask = self._mask_of(module, x)
-        is_full = mask is None or bool(mask.all())
-        if mask is not None:
-            chosen = _mask_of_rows(name, positions, mask, is_full)
-            rows = rows if is_full else rows[chosen.to(rows.device)]
+        chosen = self._chosen(name, positions, self._mask_of(module, x))
+        rows = rows if chosen is None else rows[chosen.to(rows.device)]
         device = rows.device if self.device is None else torch.device(self.device)
         # siblings may change the tensor in place before the last of them has come
-        copy = is_full and len(self.group_of[name].members) > 1
+        copy = chosen is None and len(self.group_of[name].members) > 1
         if kind.one_hot:
             return rows.to(device, torch.int64, copy=copy)
         rows = rows.to(torch.float32, copy=copy).to(device)
@@ -608,6 +654,25 @@ class Collector:
         if _has_bias(module):
             rows = torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
         return rows
+
+    def _chosen(self, name: str, positions: torch.Size, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Which of the rows at `positions` are selected, flat; `None` for all."""
+        if mask is None:
+            return None
+        is_full = bool(mask.all())
+        if expert_module(name) is not None:
+            tokens = None if self.tokens is None else self.tokens.of(name)
+            if tokens is not None and len(tokens) == positions.numel():
+                return (tokens >= 0) & mask.to(tokens.device).flatten()[tokens.clamp_min(0)]
+            if is_full:
+                return None
+            if self.tokens is not None:
+                raise ValueError(
+                    f"The rows that reach {name} cannot be followed from the input of its mixture, so the mask cannot be applied to "
+                    "them. Leave the layer out with `exclude_modules`."
+                )
+        chosen = _mask_of_rows(name, positions, mask, is_full)
+        return None if is_full else chosen
 
     def _mask_of(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
         if self.encoder is None or self._is_encoded(module, x):
@@ -623,12 +688,28 @@ class Collector:
     def check_fed(self, selected: int) -> None:
         if selected == 0:
             raise ValueError("The mask selects no token of the data: there is nothing to collect.")
-        unfed = [name for name in self.layers if name not in self.group_of or self.group_of[name].sink.count == 0]
+        fed = {name for name, group in self.group_of.items() if group.sink.count}
+        # a router may never choose an expert, but some it does
+        fed_families = {expert_family(name) for name in fed if expert_module(name) is not None}
+        unfed = [name for name in self.layers if name not in fed and expert_family(name) not in fed_families]
         if unfed:
             raise ValueError(f"The forward pass never fed {unfed[:5]}. Leave them out with `exclude_modules`.")
+        if self.experts is not None:
+            self.experts.check_fed()
 
     def sinks(self) -> dict[str, Any]:
-        return {name: self.group_of[name].sink for name in self.layers}
+        of_experts = {} if self.experts is None else self.experts.sinks()
+        return {name: self._sink_of(name) for name in self.layers} | of_experts
+
+    def _sink_of(self, name: str) -> Any:
+        group = self.group_of.get(name)
+        return self._new_sink(name) if group is None else group.sink
+
+    def _new_sink(self, name: str) -> Any:
+        module = self.layers[name]
+        groups, _, width = self.kinds[name].shape(base_layer_of(module))
+        width += _has_bias(module)
+        return self.sink(width) if groups == 1 else self.sink(width, groups)
 
 
 def _mask_of_rows(name: str, positions: torch.Size, mask: torch.Tensor, is_full: bool) -> torch.Tensor:
@@ -646,9 +727,9 @@ def _mask_of_rows(name: str, positions: torch.Size, mask: torch.Tensor, is_full:
     return mask.flatten()
 
 
-def _known_kind(layer: nn.Module) -> LayerKind:
-    kind = kind_of(layer)
-    assert kind is not None, layer  # only layers that have one are selected
+def _known_kind(module: nn.Module) -> LayerKind:
+    kind = kind_of(base_layer_of(module))
+    assert kind is not None, module  # only layers that have one are selected
     return kind
 
 

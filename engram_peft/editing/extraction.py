@@ -23,6 +23,7 @@ from transformers.utils import logging
 
 from .blocks import Blocks, solve_blocks
 from .collection import model_fingerprint
+from .routing import expert_module
 from .scaling import Scaling, resolve_scaling
 from .selection import unwrap, without_wrappers
 from .spectrum import (
@@ -259,9 +260,17 @@ def extract_engram(
     filter_name, share_filter = resolve_filter(spectral_filter)
     if not 0 < null_space_threshold < 1:
         raise ValueError(f"`null_space_threshold` must be between 0 and 1, got {null_space_threshold}.")
-    config, layers = adapter_layers(model, adapter_name)
+    config, owners = adapter_layers(model, adapter_name)
+    parts = {name: layer.parts(name) for name, layer in owners.items()}
+    layers = {name: part for own in parts.values() for name, part in own.items()}
     base = unwrap(model)
     _check_statistics(base, layers, target, total, null_space)
+    # an expert that the target never reaches has nothing to be taken out
+    layers = {
+        name: layer for name, layer in layers.items() if target.moments[name].count or not may_be_idle(name, layer)
+    }
+    if not layers:
+        raise ValueError("`target` holds no rows of any of the adapter's layers: there is nothing to take out.")
     constraint = None if null_space is None else _NullSpace(null_space, null_space_threshold)
 
     edits: dict[str, _Edit] = {}
@@ -290,19 +299,24 @@ def extract_engram(
         diagnostics[name].factor = float(factor)
 
     # nothing can fail from here on
-    for name, edit in edits.items():
-        dtype = layers[name].dtype_of(adapter_name)
-        right = None if edit.right is None else edit.right.to(dtype)
-        layers[name].fill(adapter_name, right, edit.left.to(dtype), diagnostics[name].factor)
+    for name, layer in owners.items():
+        dtype = layer.dtype_of(adapter_name)
+        layer.fill_parts(
+            adapter_name,
+            {part: edits[part].tensors(dtype, diagnostics[part].factor) for part in parts[name] if part in edits},
+        )
     config.record_extraction(
-        ranks={name: 0 if edit.right is None else edit.right.shape[-2] for name, edit in edits.items()},
+        ranks={name: edits[name].stored_rank if name in edits else 1 for name in owners if name in parts[name]},
+        expert_ranks={
+            name: layer.engram_expert_ranks[adapter_name] for name, layer in owners.items() if name not in parts[name]
+        },
         record={
             "scale": scale_name,
             **{k: v for k, v in asdict(options).items() if v != getattr(InverseOptions, k) or k == "cut"},
             **({} if share_filter is None else {"spectral_filter": filter_name}),
             **({} if constraint is None else constraint.record()),
-            "target_rows": round(max(d.target_count for d in diagnostics.values()), 3),
-            "total_rows": round(max(d.total_count for d in diagnostics.values()), 3),
+            "target_rows": round(max((d.target_count for d in diagnostics.values()), default=0), 3),
+            "total_rows": round(max((d.total_count for d in diagnostics.values()), default=0), 3),
             "target_texts": target.provenance.texts,
             "total_texts": total.provenance.texts,
             "mask": target.provenance.mask,
@@ -359,6 +373,11 @@ def resolve_filter(spectral_filter: str | SpectralFilter) -> tuple[str, Spectral
     )
 
 
+def may_be_idle(name: str, layer: Any) -> bool:
+    """Whether it is in order that a layer gets no row: it is an expert, which a router may never choose."""
+    return getattr(layer, "is_routed", False) or expert_module(name) is not None
+
+
 def _check_statistics(
     base: nn.Module, layers: dict[str, Any], target: Statistics, total: Statistics, null_space: Statistics | None
 ) -> None:
@@ -382,7 +401,7 @@ def _check_statistics(
                 raise ValueError(
                     f"`{role}` belongs to another model: {name} has rows of width {moment.width}, expected {expected.width}."
                 )
-            if moment.count == 0:
+            if moment.count == 0 and not may_be_idle(name, layer):
                 raise ValueError(f"`{role}` holds no rows of {name}: the layer was never fed.")
         statistics.provenance.check_agrees(own, what="statistics and this model")
         if statistics.provenance.model and own.model and statistics.provenance.model != own.model:
@@ -528,6 +547,15 @@ class _Edit:
 
     def weight(self) -> torch.Tensor:
         return self.layer.weight_matrix(self.adapter_name)
+
+    def tensors(self, dtype: torch.dtype, factor: float) -> tuple[torch.Tensor | None, torch.Tensor, float]:
+        """`A`, `B` and the strength, as the adapter takes them."""
+        return None if self.right is None else self.right.to(dtype), self.left.to(dtype), factor
+
+    @property
+    def stored_rank(self) -> int:
+        """The rank as the config has it: 0 for `M` as a whole."""
+        return 0 if self.right is None else self.right.shape[-2]
 
     def release(self) -> None:
         self.layer = self.left = self.right = None  # type: ignore[assignment]

@@ -197,6 +197,11 @@ def extract_items(
     chosen = ItemOptions(**options)
     check_reads_on(model)
     config, layers = adapter_layers(model, adapter_name)
+    if parameters := [name for name, layer in layers.items() if hasattr(layer, "parameter_name")]:
+        raise ValueError(
+            f"The adapter {adapter_name!r} edits Parameters ({parameters[:2]}), which cannot be done item by item. Fill it with "
+            "`extract_engram`, or make it without `target_parameters` and with `target_experts=False`."
+        )
     for name, layer in layers.items():
         if not layer.kind.rows_are_input:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from peft import PeftModel
@@ -24,14 +24,13 @@ class Selection:
     exclude_modules: list[str] | set[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
     layers_pattern: list[str] | str | None = None
-    target_parameters: None = None
+    target_parameters: list[str] | None = None
     modules_to_save: list[str] | None = None
 
     @classmethod
     def of(cls, config: Any) -> Selection:
         """The selection that a PEFT config makes."""
-        names = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save")
-        return cls(**{name: getattr(config, name) for name in names})
+        return cls(**{field.name: getattr(config, field.name) for field in fields(cls)})
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -86,13 +85,15 @@ def select_layers(model: nn.Module, selection: Selection) -> dict[str, nn.Module
     """The layers of the unwrapped `model` that `selection` means, in the model's order.
 
     `target_modules=None` and `"all-linear"` mean every linear layer but the output head, as in PEFT; of a model that also sees or
-    hears `None` means those of its language model only, the ones that text reaches. Layers of other kinds are meant by their
-    names only.
+    hears `None` means those of its language model only, the ones that text reaches; with `target_parameters` and no
+    `target_modules` there are none. Layers of other kinds are meant by their names only.
 
     Raises:
         `ValueError`: Nothing matches, or `layers_to_transform` lists a layer that the model does not have.
         `TypeError`: A matching module cannot be edited.
     """
+    if selection.target_parameters and not selection.target_modules:
+        return {}
     layers = editable_layers(model)
     if selection.target_modules is None or selection.target_modules == "all-linear":
         layers, head = linear_layers(model), output_head(model)

@@ -11,6 +11,7 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,18 @@ FILE_FORMAT = "engram_peft.statistics"
 FILE_VERSION = "1"
 
 Panels = list[torch.Tensor]
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """No autocast, and no TF32 or bfloat16 shortcuts in float32 products: either costs three digits."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 class Moment:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from engram_peft import (
@@ -189,7 +189,11 @@ def test_half_precision_model_gets_the_same_edit(tiny_model, token_ids):
 # ------------------------------------------------------------------------------------------------ the reference
 
 
-MODELS = {"llama": (LlamaConfig, LlamaForCausalLM), "gpt2": (GPT2Config, GPT2LMHeadModel)}
+MODELS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "gpt2": (GPT2Config, GPT2LMHeadModel),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+}
 
 
 @pytest.fixture
@@ -205,7 +209,10 @@ def reference_edit(oracle):
         first, last = facts["target_rows"]
         assert facts["total_rows"] == [0, 6]
         assert first == 0
-        model = get_peft_model(model, EngramConfig(target_modules=facts["layers"], alpha=facts["alpha"]))
+        experts = {name.rpartition(".")[0] for name in facts["layers"] if ".experts." in name}
+        layers = [name for name in facts["layers"] if ".experts." not in name]
+        config = EngramConfig(target_modules=layers, target_parameters=sorted(experts) or None, alpha=facts["alpha"])
+        model = get_peft_model(model, config)
         target = collect_statistics(model, [{name: t[:last] for name, t in batch.items()}])
         retain = collect_statistics(model, [{name: t[last:] for name, t in batch.items()}])
         total = merge_statistics(target, retain)
@@ -245,14 +252,15 @@ def test_merged_weights_equal_the_reference(oracle, reference_edit, kind, untie)
         assert torch.equal(merged[name], before[name]), name
 
 
-def test_logits_of_llama_equal_the_reference_merged_and_unmerged(oracle, reference_edit):
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_logits_equal_the_reference_merged_and_unmerged(oracle, reference_edit, kind):
     """The reference keeps those of the last position."""
-    model = reference_edit("llama")[0]
-    batch = {name: oracle.tensors[f"llama.{name}"] for name in ("input_ids", "attention_mask")}
-    expected = oracle.tensors["llama.logits_after"]
-    assert relative_error(model(**batch).logits[:, -1], expected) < oracle.facts["tolerance"]["llama"]
+    model = reference_edit(kind)[0]
+    batch = {name: oracle.tensors[f"{kind}.{name}"] for name in ("input_ids", "attention_mask")}
+    expected = oracle.tensors[f"{kind}.logits_after"]
+    assert relative_error(model(**batch).logits[:, -1], expected) < oracle.facts["tolerance"][kind]
     merged = model.merge_and_unload()
-    assert relative_error(merged(**batch).logits[:, -1], expected) < oracle.facts["tolerance"]["llama"]
+    assert relative_error(merged(**batch).logits[:, -1], expected) < oracle.facts["tolerance"][kind]
 
 
 def test_logits_of_gpt2_equal_the_reference_once_the_embedding_is_rewritten_as_well(oracle, reference_edit):

@@ -2,10 +2,11 @@
 
 from ..._peft import register_once
 from .config import EngramConfig
+from .experts import ParamWrapper
 from .layer import EditedLayer, EngramLayer
 from .model import EngramModel
 
 
-__all__ = ["EditedLayer", "EngramConfig", "EngramLayer", "EngramModel"]
+__all__ = ["EditedLayer", "EngramConfig", "EngramLayer", "EngramModel", "ParamWrapper"]
 
 register_once(name="engram", config_cls=EngramConfig, model_cls=EngramModel)

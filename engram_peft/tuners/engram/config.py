@@ -43,11 +43,19 @@ class EngramConfig(PeftConfig):
             The indices of the layers to edit.
         layers_pattern (`Union[list[str], str]`, *optional*):
             The name of the layers' container, used only with `layers_to_transform`.
+        target_parameters (`list[str]`, *optional*):
+            The names of the Parameters to edit, matched as suffixes: those that hold the weights of all experts of a layer
+            (`["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]`), or a matrix of a module that is no linear layer. With them
+            and no `target_modules` nothing else is edited.
+        target_experts (`bool`):
+            Whether `target_modules=None` and `"all-linear"` include experts whose weights are stacked in Parameters.
         rank_pattern (`dict[str, int]`):
             Ranks that differ from `r`, by module name or regular expression. Extraction writes the ranks it found here; 0
             stands for a layer whose `M` is stored as a whole.
         alpha_pattern (`dict[str, float]`):
             Strengths that differ from `alpha`, by module name or regular expression.
+        expert_ranks (`dict[str, list[int]]`):
+            The rank of every expert, by the name of the Parameter with their weights. Written by `extract_engram`.
         modules_to_save (`list[str]`, *optional*):
             Modules apart from the adapter to be trained and saved.
         absorb_bias (`bool`):
@@ -93,9 +101,18 @@ class EngramConfig(PeftConfig):
     layers_pattern: list[str] | str | None = field(
         default=None, metadata={"help": "Name of the layers' container, used only with `layers_to_transform`."}
     )
+    target_parameters: list[str] | None = field(
+        default=None, metadata={"help": "Names of the Parameters to edit, such as the stacked weights of experts."}
+    )
+    target_experts: bool = field(
+        default=True, metadata={"help": "Whether every linear layer includes experts with stacked weights."}
+    )
     rank_pattern: dict[str, int] = field(default_factory=dict, metadata={"help": "Ranks that differ from `r`."})
     alpha_pattern: dict[str, float] = field(
         default_factory=dict, metadata={"help": "Strengths that differ from `alpha`."}
+    )
+    expert_ranks: dict[str, list[int]] = field(
+        default_factory=dict, metadata={"help": "Rank of every expert, by the name of the Parameter."}
     )
     modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Modules apart from the adapter to be trained and saved."}
@@ -133,6 +150,15 @@ class EngramConfig(PeftConfig):
             whole = rank == 0 and name == "rank_pattern" and self.extraction is not None
             if rank is not None and not whole and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
                 raise ValueError(f"`{name}` should be a positive integer, the value passed is {rank}.")
+        if isinstance(self.target_parameters, str):
+            raise ValueError(
+                f"`target_parameters` should be a list of names, the value passed is {self.target_parameters!r}."
+            )
+        for name, ranks in self.expert_ranks.items():
+            if not isinstance(ranks, list) or any(type(rank) is not int or rank < 0 for rank in ranks):
+                raise ValueError(
+                    f"`expert_ranks` should list a rank for every expert of {name}, the value passed is {ranks}."
+                )
         strengths = [("alpha", self.alpha), ("scale", self.scale)]
         strengths += [("alpha_pattern", alpha) for alpha in self.alpha_pattern.values()]
         for name, strength in strengths:
@@ -150,10 +176,14 @@ class EngramConfig(PeftConfig):
         return cls(method="paper", **kwargs)
 
     def record_extraction(
-        self, ranks: dict[str, int], record: dict[str, Any], items: dict[str, int] | None = None
+        self,
+        ranks: dict[str, int],
+        record: dict[str, Any],
+        items: dict[str, int] | None = None,
+        expert_ranks: dict[str, list[int]] | None = None,
     ) -> None:
         """Keeps how the adapter was filled; the ranks go to `rank_pattern`, the ones asked for stay in the record."""
-        self.items = items
+        self.items, self.expert_ranks = items, expert_ranks or {}
         asked_for = self.requested_rank_pattern()
         self.extraction = {**record, "requested_rank_pattern": asked_for} if asked_for else record
         self.rank_pattern = exact_pattern(ranks)

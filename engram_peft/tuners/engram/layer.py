@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -62,7 +62,7 @@ class EngramLayer(BaseTunerLayer):
     """
 
     adapter_layer_names = ("engram_A", "engram_B", "engram_strength")
-    other_param_names = (
+    other_param_names: tuple[str, ...] = (
         "engram_alpha",
         "engram_scale",
         "engram_scaling",
@@ -87,13 +87,16 @@ class EngramLayer(BaseTunerLayer):
         # the layers of other adapters that this one lies in, innermost last; no submodules
         self.enclosing: tuple[BaseTunerLayer, ...] = kwargs.pop("enclosing", ())
         self.kwargs = kwargs
+        self._read_shape()
 
+    def _read_shape(self) -> None:
+        """Finds out how wide the base layer's input and output are, and how its weight is stored."""
         base = self.get_base_layer()
         kind = kind_of(base)
         if kind is None:
             raise TypeError(unsupported("", base))
         self.kind = kind
-        self.quantization_backend = quantization_backend(base, kwargs.get("get_apply_tensor_subclass"))
+        self.quantization_backend = quantization_backend(base, self.kwargs.get("get_apply_tensor_subclass"))
         check_sharding(base)
         self.groups, self.out_features, self.in_features = kind.shape(base)
 
@@ -125,11 +128,16 @@ class EngramLayer(BaseTunerLayer):
             # one factor is zero, the other is not: an identity that still has gradients
             a, b, _ = self.modules_of(adapter_name)
             if isinstance(a, nn.Linear):
-                nn.init.normal_(a.weight, std=self.in_features**-0.5)
+                nn.init.normal_(a.weight, std=self._initial_spread)
             nn.init.zeros_(b.weight)
         # and to its dtype, until PEFT casts to float32
         super()._move_adapter_to_device_of_base_layer(adapter_name, self.device)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    @property
+    def _initial_spread(self) -> float:
+        """Standard deviation of the factor that does not start at zero."""
+        return self.in_features**-0.5
 
     def _make_factors(self, adapter_name: str, r: int) -> None:
         extra = int(self.engram_absorbs_bias[adapter_name])
@@ -193,6 +201,23 @@ class EngramLayer(BaseTunerLayer):
                 a.bias = parameter(right[:, self.in_features])
         b.weight = parameter(left.reshape(-1, left.shape[-1]))
         rows.weight = parameter(torch.as_tensor(strength, dtype=left.dtype).expand(left.shape[-1]))
+
+    def public_name(self, name: str) -> str:
+        """What the layer is called in the unwrapped model, where the wrapper is called `name`."""
+        return name
+
+    def parts(self, name: str) -> dict[str, Any]:
+        """What is filled on its own, by name: the layer itself, which is called `name`."""
+        return {name: self}
+
+    def fill_parts(self, adapter_name: str, filled: Mapping[str, tuple[Any, ...]]) -> None:
+        """`EngramLayer.fill` with the factors of the parts; where there are none the layer is as without the adapter."""
+        if not filled:
+            width = self.in_features + self.absorbs_bias(adapter_name)
+            nothing = torch.zeros(self.groups, 1, width, dtype=self.dtype_of(adapter_name))
+            filled = {"": (nothing, nothing.mT, 0.0)}
+        for factors in filled.values():
+            self.fill(adapter_name, *factors)
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as `EngramLayer.fill` takes them."""
@@ -259,9 +284,19 @@ class EngramLayer(BaseTunerLayer):
 
     # ---------------------------------------------------------------------------------------------- merging
 
-    def base_bias(self) -> torch.Tensor | None:
+    @property
+    def _base_names(self) -> tuple[str, str | None]:
+        """What the base layer calls its weight and its bias."""
+        return "weight", "bias"
+
+    def base_weight(self) -> nn.Parameter:
+        """The weight of the base layer, as it is now."""
+        return cast(nn.Parameter, getattr(self.get_base_layer(), self._base_names[0]))
+
+    def base_bias(self) -> nn.Parameter | None:
         """The bias of the base layer, if it has one."""
-        return cast(torch.Tensor | None, getattr(self.get_base_layer(), "bias", None))
+        name = self._base_names[1]
+        return None if name is None else cast(nn.Parameter | None, getattr(self.get_base_layer(), name, None))
 
     def weight_matrix(self, adapter_name: str) -> torch.Tensor:
         """`W`, or `[W | b]` if the adapter absorbs the bias, unmerged, at least float32: `(out_features, width)`.
@@ -276,7 +311,7 @@ class EngramLayer(BaseTunerLayer):
         with self._original_in_place(), onloaded(base):
             # through a weight that is edited in the forward pass gradients pass
             weight = float_weight(base) if self.kind.rows_are_input else cast(torch.Tensor, base.weight)
-            matrix, bias = self.kind.matrix(base, weight).to(_wide(weight.dtype)), self.base_bias()
+            matrix, bias = self.kind.matrix(base, weight).to(wide(weight.dtype)), self.base_bias()
             if bias is None:
                 return matrix
             column = bias.to(matrix).reshape(*matrix.shape[:-1], 1)
@@ -288,7 +323,7 @@ class EngramLayer(BaseTunerLayer):
         if self._unmerged is None:
             yield
             return
-        merged = StoredWeight.of(self.get_base_layer())
+        merged = StoredWeight.of(self.get_base_layer(), self._base_names)
         self._unmerged.put_back(self)
         try:
             yield
@@ -362,12 +397,9 @@ class EngramLayer(BaseTunerLayer):
         base = self.get_base_layer()
         check_can_be_replaced(base, self.quantization_backend)
         merged = self.merged_adapters + adapter_names
-        original = self._original_matrix()
-        total = self._edited_matrix(original, merged, safe_merge)
-        before = StoredWeight.of(base)
+        before = StoredWeight.of(base, self._base_names)
         try:
-            with onloaded(base, write=True):
-                self._write(total, original, any(self.absorbs_bias(name) for name in merged))
+            self._store_merged(merged, safe_merge)
         except BaseException:
             before.put_back(self)
             raise
@@ -384,6 +416,13 @@ class EngramLayer(BaseTunerLayer):
             ),
             "",
         )
+
+    def _store_merged(self, adapter_names: Sequence[str], safe_merge: bool) -> None:
+        """Puts the weight with adapters in it in the place of the base layer's own."""
+        original = self._original_matrix()
+        total = self._edited_matrix(original, adapter_names, safe_merge)
+        with onloaded(self.get_base_layer(), write=True):
+            self._write(total, original, any(self.absorbs_bias(name) for name in adapter_names))
 
     def _write(self, total: torch.Tensor, original: torch.Tensor, with_bias: bool) -> None:
         """Gives the base layer new Parameters, and not new values: another layer may hold the same ones."""
@@ -543,6 +582,6 @@ class EditedLayer(nn.Module, EngramLayer):
         return "engram." + super().__repr__()
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are formed in."""
     return torch.promote_types(dtype, torch.float32)

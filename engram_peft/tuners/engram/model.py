@@ -7,7 +7,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,10 +23,13 @@ from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
 from transformers.utils import logging
 
+from ...editing.experts import ParameterStack
 from ...editing.extraction import ExtractionReport
 from ...editing.item_edit import ItemReport
+from ...editing.parameters import expert_parameters, parameter_stack, select_parameters
 from ...editing.selection import (
     Selection,
+    base_layer_of,
     check_layers_exist,
     check_supported,
     input_embedding,
@@ -38,6 +41,7 @@ from ...editing.selection import (
 )
 from ...editing.tuning import AlphaCurve
 from .config import EngramConfig, exact_pattern
+from .experts import ParamWrapper, nested_names
 from .layer import EditedLayer, EngramLayer
 from .stored import check_can_be_replaced, keep_packed_weights
 
@@ -113,23 +117,42 @@ class EngramModel(BaseTuner):
         config = self.peft_config[adapter_name]
         _check_adapter_name(model, adapter_name)
         try:
-            super().inject_adapter(model, adapter_name, *args, **kwargs)
+            with warnings.catch_warnings():
+                # PEFT looks among modules only
+                warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
+                super().inject_adapter(model, adapter_name, *args, **kwargs)
         except NoMatchingPeftModuleError as error:
             if "not found in the base model" not in str(error):
                 raise
             raise NoMatchingPeftModuleError(no_match_message(model, config.target_modules)) from None
+        _warn_of_unmatched_patterns(config, self.engram_layers(adapter_name))
 
     def _prepare_adapter_config(self, peft_config: EngramConfig, model_config: dict[str, Any]) -> EngramConfig:
-        if peft_config.target_modules is None:
+        everything = peft_config.target_modules in (None, "all-linear") and peft_config.target_parameters is None
+        if everything and peft_config.target_experts:
+            peft_config.target_parameters = expert_parameters(self.model, Selection.of(peft_config)) or None
+        if peft_config.target_modules is None and everything:
             if model_config.get("model_type", "custom") == "custom":
                 raise ValueError("Please specify `target_modules` in `peft_config`")
-            peft_config.target_modules = set(select_layers(self.model, Selection.of(peft_config)))
+            selection = replace(Selection.of(peft_config), target_parameters=None)
+            peft_config.target_modules = set(select_layers(self.model, selection))
+        elif peft_config.target_modules is None:
+            peft_config.target_modules = set()
         return peft_config
 
     def _prepare_model(self, peft_config: EngramConfig, model: nn.Module) -> None:
         if peft_config.target_modules != "all-linear":
             check_layers_exist(model, peft_config)
             check_supported(model, Selection.of(peft_config))
+        _check_unwrapped(model, select_parameters(model, Selection.of(peft_config)))
+
+    def _inject_parameters(
+        self, peft_config: EngramConfig, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool
+    ) -> list[str]:
+        # PEFT matches suffixes alone: `layers_to_transform` and `exclude_modules` hold for Parameters, too
+        stacks = select_parameters(model, Selection.of(peft_config))
+        chosen = replace(peft_config, target_parameters=list(stacks))
+        return super()._inject_parameters(chosen, model, adapter_name, low_cpu_mem_usage) if stacks else []
 
     def _create_and_replace(
         self,
@@ -139,6 +162,7 @@ class EngramModel(BaseTuner):
         target_name: str,
         parent: nn.Module,
         current_key: str,
+        parameter_name: str | None = None,
         **optional_kwargs: Any,
     ) -> None:
         if current_key is None:
@@ -153,16 +177,25 @@ class EngramModel(BaseTuner):
             "requested_rank": pattern_value(engram_config.requested_rank_pattern(), engram_config.r),
             "alpha": pattern_value(engram_config.alpha_pattern, engram_config.alpha),
         }
-        enclosing: tuple[BaseTunerLayer, ...] = ()
-        while isinstance(target, BaseTunerLayer) and not isinstance(target, EngramLayer):
-            # beside an adapter of another kind: what is edited is the layer inside
-            parent, target_name, target, enclosing = target, "base_layer", target.base_layer, (*enclosing, target)
-        if isinstance(target, EngramLayer):
-            target.update_layer(adapter_name, **kwargs)
-            return
-        new_module = EditedLayer(
-            target, adapter_name, enclosing=enclosing, **kwargs, **get_quantization_kwargs(self.model)
-        )
+        new_module: nn.Module
+        if parameter_name is not None:
+            kwargs["expert_ranks"] = engram_config.expert_ranks.get(current_key)
+            if isinstance(target, ParamWrapper) and target.parameter_name == parameter_name:
+                target.update_layer(adapter_name, **kwargs)
+                return
+            stack = parameter_stack(current_key, base_layer_of(target), parameter_name)
+            new_module = ParamWrapper(target, adapter_name, stack, **kwargs)
+        else:
+            enclosing: tuple[BaseTunerLayer, ...] = ()
+            while isinstance(target, BaseTunerLayer) and not isinstance(target, EngramLayer):
+                # beside an adapter of another kind: what is edited is the layer inside
+                parent, target_name, target, enclosing = target, "base_layer", target.base_layer, (*enclosing, target)
+            if isinstance(target, EngramLayer):
+                target.update_layer(adapter_name, **kwargs)
+                return
+            new_module = EditedLayer(
+                target, adapter_name, enclosing=enclosing, **kwargs, **get_quantization_kwargs(self.model)
+            )
         if adapter_name not in self.active_adapters:
             # adding an additional adapter: it is not automatically trainable
             new_module.requires_grad_(False)
@@ -173,20 +206,21 @@ class EngramModel(BaseTuner):
         setattr(parent, child_name, new_module)
 
     @classmethod
-    def _get_adapter_state_dict(cls, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        # adapters of another kind may have the same name
-        found = super()._get_adapter_state_dict(*args, **kwargs)
-        return {key: tensor for key, tensor in found.items() if f".{cls.prefix}" in key}
-
-    @classmethod
-    def _remove_adapter_name_from_key(cls, key: str, adapter_name: str) -> str:
-        # a layer inside another adapter's is called by the name that it has without it
-        return _layer_name(super()._remove_adapter_name_from_key(key, adapter_name))
+    def _get_adapter_state_dict(
+        cls, model: nn.Module, config: PeftConfig, adapter_name: str, *args: Any, **kwargs: Any
+    ) -> dict[str, torch.Tensor]:
+        # a file must not depend on what other adapters wrap; and those of another kind may have the same name
+        found = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
+        found = {key: tensor for key, tensor in found.items() if f".{cls.prefix}" in key}
+        return _renamed(found, {name: alone for alone, name in _wrapper_names(model, adapter_name).items()})
 
     @classmethod
     def _remap_adapter_state_dict_for_load(
         cls, model: nn.Module, config: PeftConfig, adapter_name: str, state_dict: dict[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
+        names = _wrapper_names(model, adapter_name)
+        prefix = "base_model.model."  # which files have, and models without a `PeftModel` around them do not
+        state_dict = _renamed(state_dict, names | {prefix + alone: prefix + name for alone, name in names.items()})
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
         try:
             _check_adapter_weights(model, adapter_name, remapped)
@@ -198,7 +232,7 @@ class EngramModel(BaseTuner):
     def engram_layers(self, adapter_name: str | None = None) -> dict[str, EngramLayer]:
         """The ENGRAM layers, or those that have the adapter, by name."""
         return {
-            _layer_name(name): module
+            module.public_name(_layer_name(name)): module
             for name, module in self.model.named_modules()
             if isinstance(module, EngramLayer) and (adapter_name is None or adapter_name in module.engram_A)
         }
@@ -303,22 +337,19 @@ class EngramModel(BaseTuner):
         if len({self.peft_config[name].absorb_bias for name in adapters}) > 1:
             raise ValueError("Adapters with different `absorb_bias` cannot be combined.")
 
-        combined: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        combined: dict[str, dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
         for key, layer in self.engram_layers().items():
-            parts = [(name, w) for name, w in zip(adapters, weights, strict=True) if name in layer.engram_A]
-            if parts:
-                factors = [tuple(tensor.detach().float() for tensor in layer.factors(name)) for name, _ in parts]
-                strengths = [
-                    w * layer.engram_scaling[name] * f[2] for (name, w), f in zip(parts, factors, strict=True)
-                ]
-                right, left = torch.cat([f[0] for f in factors], dim=-2), torch.cat([f[1] for f in factors], dim=-1)
-                dtype = layer.dtype_of(parts[0][0])
-                combined[key] = (right.to(dtype), left.to(dtype), torch.cat(strengths))
+            weighted = [(name, w) for name, w in zip(adapters, weights, strict=True) if name in layer.engram_A]
+            if weighted:
+                combined[key] = {part: _side_by_side(own, weighted) for part, own in layer.parts(key).items()}
+        parameters = {key for key, layer in self.engram_layers().items() if isinstance(layer, ParamWrapper)}
         self.peft_config[adapter_name] = replace(
             self.peft_config[adapters[0]],
             r=None, alpha=1.0, scale=1.0, alpha_pattern={}, extraction=None, items=self._items_of_sum(adapters), init_weights=True, description=None,
-            target_modules=set(combined), exclude_modules=None, layers_to_transform=None, layers_pattern=None,
-            rank_pattern=exact_pattern({key: right.shape[-2] for key, (right, _, _) in combined.items()}),
+            target_modules=combined.keys() - parameters, exclude_modules=None, layers_to_transform=None, layers_pattern=None,
+            target_parameters=[key for key in combined if key in parameters] or None,
+            rank_pattern=exact_pattern({key: parts[key][0].shape[-2] for key, parts in combined.items() if key in parts}),
+            expert_ranks={key: [len(part[0]) for part in parts.values()] for key, parts in combined.items() if key not in parts},
         )  # fmt: skip
         try:
             self.inject_adapter(self.model, adapter_name)
@@ -326,8 +357,8 @@ class EngramModel(BaseTuner):
             del self.peft_config[adapter_name]
             raise
         layers = self.engram_layers(adapter_name)
-        for key, (right, left, strength) in combined.items():
-            layers[key].fill(adapter_name, right, left, strength)
+        for key, parts in combined.items():
+            layers[key].fill_parts(adapter_name, parts)
 
     def _items_of_sum(self, adapters: Sequence[str]) -> dict[str, int] | None:
         """The items of adapters whose factors lie side by side; `None` where their rows do not lie alike in every layer."""
@@ -455,7 +486,7 @@ class EngramModel(BaseTuner):
         for module in list(self.model.modules()):
             for name, child in module.named_children():
                 if isinstance(child, EngramLayer):
-                    setattr(module, name, child.base_layer)
+                    setattr(module, name, _without_wrappers_of_ours(child))
         if any(isinstance(module, BaseTunerLayer) for module in self.model.modules()):
             # other adapters stay
             configs = getattr(self.model, "peft_config", {})
@@ -513,9 +544,9 @@ class EngramModel(BaseTuner):
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(key)
         for key, layer in self.engram_layers().items():
-            shared = owners.get(id(getattr(layer.get_base_layer(), "weight", None)), [])
+            shared = owners.get(id(getattr(layer.get_base_layer(), layer._base_names[0], None)), [])
             if not untie and len(shared) > 1 and any(name in layer.engram_A for name in names):
-                others = [owner for owner in shared if not owner.startswith(key)]
+                others = [owner for owner in shared if self.model.get_submodule(owner) is not layer.get_base_layer()]
                 raise ValueError(
                     f"{key} shares its weight with {others}: merging would give it a weight of its own. Pass `untie=True` if "
                     "that is what you want, or keep the adapter unmerged, where the tie does not matter."
@@ -574,9 +605,29 @@ class EngramModel(BaseTuner):
         save_as_lora(save_directory, self, adapter_name)
 
 
-def _layer_name(key: str) -> str:
-    """A layer's name, or a key of its adapter, without the wrappers of adapters of other kinds that it lies in."""
-    return re.sub(r"(\.base_layer)+(?=\.engram_|$)", "", key)
+def _layer_name(name: str) -> str:
+    """A layer's name without the wrappers that it lies in."""
+    return re.sub(r"(\.base_layer)+$", "", name)
+
+
+def _side_by_side(
+    layer: Any, weighted: Sequence[tuple[str, float]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The factors of the weighted sum of a layer's adapters: `A`, `B` and the strengths."""
+    factors = [tuple(tensor.detach().float() for tensor in layer.factors(name)) for name, _ in weighted]
+    strengths = [
+        weight * layer.engram_scaling[name] * own[2] for (name, weight), own in zip(weighted, factors, strict=True)
+    ]
+    right, left = torch.cat([own[0] for own in factors], dim=-2), torch.cat([own[1] for own in factors], dim=-1)
+    dtype = layer.dtype_of(weighted[0][0])
+    return right.to(dtype), left.to(dtype), torch.cat(strengths)
+
+
+def _without_wrappers_of_ours(layer: nn.Module) -> nn.Module:
+    """What lies inside: wrappers of several Parameters of a module are nested."""
+    while isinstance(layer, EngramLayer):
+        layer = cast(nn.Module, layer.base_layer)
+    return layer
 
 
 def _pass_adapter_names(
@@ -584,6 +635,19 @@ def _pass_adapter_names(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     kwargs["adapter_names"] = adapter_names
     return args, kwargs
+
+
+def _warn_of_unmatched_patterns(config: EngramConfig, names: Iterable[str]) -> None:
+    """Warns of ranks and strengths that are given for nothing."""
+    for field in ("rank_pattern", "alpha_pattern"):
+        patterns = getattr(config, field)
+        unmatched = [key for key in patterns if not any(re.match(rf"(.*\.)?({key})$", name) for name in names)]
+        if unmatched:
+            warnings.warn(
+                f"The following {field} keys did not match any targeted module or parameter and were ignored: {sorted(unmatched)}.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def _check_adapter_name(model: nn.Module, adapter_name: str) -> None:
@@ -622,6 +686,51 @@ def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict
             )
     if unknown := sorted(key for key in state_dict if ".engram_" in key and key not in own):
         raise ValueError(f"The adapter file holds tensors that the model has no place for, for example {unknown[0]}.")
+
+
+def _wrapper_names(model: nn.Module, adapter_name: str) -> dict[str, str]:
+    """What the layers that have the adapter are called in the model, by what they would be called without other adapters.
+
+    Only those that are called otherwise.
+    """
+    wrappers, names, own = {}, {}, {}
+    for name, module in model.named_modules():
+        if not isinstance(module, EngramLayer) or adapter_name not in module.engram_A:
+            continue
+        public = module.public_name(_layer_name(name))
+        names[public] = name
+        if isinstance(module, ParamWrapper):
+            wrappers[public] = module
+        else:
+            own[public] = public
+    own |= nested_names(wrappers)
+    return {alone: names[public] for public, alone in own.items() if alone != names[public]}
+
+
+def _check_unwrapped(model: nn.Module, stacks: dict[str, ParameterStack]) -> None:
+    """Raises a `TypeError` for Parameters that an adapter of another kind changes: an edit of the input would edit that, too."""
+    modules = {stack.module: name for name, stack in stacks.items()}
+    for _, module in outer_modules(model):
+        name = modules.get(base_layer_of(module))
+        while name is not None and isinstance(module, BaseTunerLayer):
+            if not isinstance(module, EngramLayer):
+                raise TypeError(
+                    f"Target parameter {name} is wrapped by another adapter ({type(module).__module__.split('.')[-2]}). Merge that first, or "
+                    "leave the module out (`target_experts=False`, `exclude_modules`)."
+                )
+            module = cast(nn.Module, module.base_layer)
+
+
+def _renamed(state_dict: dict[str, torch.Tensor], names: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The state dict with wrappers called otherwise."""
+
+    def renamed(key: str) -> str:
+        for old, new in names.items():
+            if key.startswith(f"{old}.{EngramModel.prefix}"):
+                return new + key.removeprefix(old)
+        return key
+
+    return {renamed(key): tensor for key, tensor in state_dict.items()}
 
 
 def _take_off(model: nn.Module, adapter_name: str) -> None:

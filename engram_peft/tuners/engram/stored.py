@@ -27,26 +27,28 @@ class StoredWeight:
     """
 
     base: nn.Module
+    weight: str
     parameters: dict[str, nn.Parameter | None]
     attributes: dict[str, Any]
     beside: dict[str, Any]
     weights_map: Any
 
     @classmethod
-    def of(cls, base: nn.Module) -> StoredWeight:
-        """What `base` holds now."""
-        parameters = {name: parameter for name, parameter in base._parameters.items() if name in ("weight", "bias")}
-        attributes = dict(vars(parameters["weight"])) if parameters.get("weight") is not None else {}
+    def of(cls, base: nn.Module, names: tuple[str, str | None] = ("weight", "bias")) -> StoredWeight:
+        """What `base` holds now. `names` are those of its weight and its bias."""
+        parameters = {name: parameter for name, parameter in base._parameters.items() if name in names}
+        attributes = dict(vars(parameters[names[0]])) if parameters.get(names[0]) is not None else {}
         # a shallow copy: the libraries empty these objects and do not write into their tensors
         beside = {name: copy.copy(vars(base)[name]) for name in _BESIDE if name in vars(base)}
-        return cls(base, parameters, attributes, beside, getattr(offload_hook(base), "weights_map", None))
+        return cls(base, names[0], parameters, attributes, beside, getattr(offload_hook(base), "weights_map", None))
 
     def put_back(self, layer: Any) -> None:
         """Puts everything back as it was into the base layer of `layer`, wherever the model is by now."""
         now = layer.get_base_layer()
-        layer.base_layer = self.base
+        if now is not self.base:  # quantised, it was replaced as a whole
+            layer.base_layer = self.base
         if self.weights_map is not None:
-            cast(Any, offload_hook(self.base)).weights_map = self.weights_map
+            cast(Any, offload_hook(self.base)).weights_map = self._weights_to_load()
             return
         for name, parameter in self.parameters.items():
             current = getattr(now, name, None)
@@ -60,7 +62,15 @@ class StoredWeight:
             setattr(self.base, name, parameter)
         vars(self.base).update(self.beside)
         if self.attributes:
-            vars(self.base.weight).update(self.attributes)
+            vars(getattr(self.base, self.weight)).update(self.attributes)
+
+    def _weights_to_load(self) -> Any:
+        """The map for accelerate: as it was, but for Parameters that are not ours."""
+        names = self.base._parameters.keys()
+        if names <= self.parameters.keys():
+            return self.weights_map
+        now = cast(Any, offload_hook(self.base)).weights_map
+        return {name: (self.weights_map if name in self.parameters else now)[name] for name in names}
 
 
 def keep_packed_weights(model: nn.Module) -> None:
