@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from engram_peft import EngramConfig, collect_statistics, unlearn
+from engram_peft import EngramConfig, collect_statistics, merge_statistics, unlearn
 
 from .reference import covariance_of, relative_error
 
@@ -106,6 +113,42 @@ def test_mask_fn_gives_a_mask_for_each_side(model):
         collect_statistics(model, [batch], mask_fn=lambda batch: first[0])
     with pytest.raises(ValueError, match=r"shape \[2, 6\], the batch has \[2, 4\]"):
         collect_statistics(model, [batch], mask_fn=lambda batch: (first[0], first[0]))
+
+
+def test_masks_of_both_sides_reach_the_experts():
+    """What the experts of a padded batch are fed is what they are fed by its texts one by one, without padding."""
+    torch.manual_seed(0)
+    model = SwitchTransformersForConditionalGeneration(
+        SwitchTransformersConfig(
+            vocab_size=99,
+            d_model=16,
+            d_kv=8,
+            d_ff=24,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_heads=2,
+            num_experts=3,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            expert_capacity=64,
+            decoder_start_token_id=0,
+        )  # fmt: skip
+    ).eval()
+    ids, labels = torch.randint(7, 99, (3, 7)), torch.randint(7, 99, (3, 5))
+    lengths = [(7, 2), (4, 5), (5, 3)]
+    read = torch.tensor([[i < n for i in range(7)] for n, _ in lengths])
+    written = torch.tensor([[i < n for i in range(5)] for _, n in lengths])
+    batch = {"input_ids": ids, "attention_mask": read.long(), "labels": labels.masked_fill(~written, -100)}
+    together = collect_statistics(model, [batch])
+    alone = [{"input_ids": ids[i : i + 1, :n], "labels": labels[i : i + 1, :m]} for i, (n, m) in enumerate(lengths)]
+    one_by_one = merge_statistics(*(collect_statistics(model, [text]) for text in alone))
+    experts = [name for name in together.counts if ".experts." in name and name.endswith(".wi")]
+    for side, count in (("encoder", 7 + 4 + 5), ("decoder", 2 + 5 + 3)):
+        assert sum(together.counts[name] for name in experts if name.startswith(side)) == count
+    assert together.counts == one_by_one.counts
+    for name in experts:
+        if together.counts[name]:
+            assert relative_error(together.covariance(name), one_by_one.covariance(name)) < 1e-5, name
 
 
 def test_batch_without_a_target_is_refused(model):

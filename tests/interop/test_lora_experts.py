@@ -57,6 +57,13 @@ def test_layers_and_experts_and_a_single_stack_are_exported(ids, tmp_path):
     assert close(logits(loaded, ids), logits(model, ids), 1e-4)
 
 
+def test_an_embedding_beside_experts_is_exported(ids, tmp_path):
+    model = edited("mixtral", ids, target_modules=["embed_tokens"], target_parameters=["experts.down_proj"])
+    model.base_model.save_as_lora(tmp_path)
+    loaded = PeftModel.from_pretrained(moe_model("mixtral"), tmp_path).eval()
+    assert close(logits(loaded, ids), logits(model, ids), 1e-4)
+
+
 def test_a_router_is_exported(ids, tmp_path):
     model = edited("mixtral", ids, target_parameters=["mlp.gate.weight"])
     model.base_model.save_as_lora(tmp_path)

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engram_peft import EngramConfig, checkpoints, edit_checkpoint, extract_items
 
+from ..moe import moe_model
 from .adapters import DTYPES, FORGET_OTHER, KINDS, RETAIN, edited, fill, logits
 
 
@@ -217,6 +218,16 @@ def test_an_adapter_of_another_method_is_refused(saved, tmp_path, tiny_model):
 
 def test_an_adapter_with_whole_modules_is_refused(saved, tmp_path):
     refused(*saved(modules_to_save=["lm_head"]), tmp_path, "whole modules.*lm_head")
+
+
+def test_an_adapter_of_experts_is_refused(saved, tmp_path):
+    moe_model("mixtral").save_pretrained(tmp_path / "experts")
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = EngramConfig(target_modules=[], target_parameters=parameters)
+    get_peft_model(moe_model("mixtral"), config).save_pretrained(tmp_path / "adapter")
+    refused(
+        tmp_path / "experts", tmp_path / "adapter", tmp_path, "edits Parameters.*Load the model and merge it there"
+    )
 
 
 def test_an_adapter_of_another_model_is_refused(saved, tmp_path):

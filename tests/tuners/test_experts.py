@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 
+import accelerate
 import pytest
 import torch
-from peft import PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,6 +16,7 @@ from engram_peft import EngramConfig, collect_statistics, extract_engram, extrac
 from engram_peft.tuners.engram import ParamWrapper
 
 from ..moe import EXPERTS, KINDS, moe_model, plain_rows
+from . import adapters
 from .adapters import FORGET, RETAIN, close, logits, same_tensors, tensors, unchanged
 
 
@@ -359,6 +361,72 @@ def test_bfloat16(kind, ids):
     assert difference.median() < 0.05 * before.abs().max()
     model.unmerge_adapter()
     assert torch.equal(logits(model, ids).float(), before)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "nemotron_h"])
+def test_offloaded_experts_are_edited_merged_and_unmerged_as_if_they_were_there(kind, ids):
+    plain = edited(kind, ids)
+    offloaded = accelerate.cpu_offload(moe_model(kind), execution_device="cpu")
+    config = EngramConfig(alpha=0.3, target_modules=[], target_parameters=stacks(kind))
+    offloaded = fill(get_peft_model(offloaded, config).eval(), ids)
+    unmerged = logits(plain, ids)
+    assert torch.equal(logits(offloaded, ids), unmerged)
+    plain.merge_adapter()
+    offloaded.merge_adapter()
+    merged = logits(plain, ids)
+    assert torch.equal(logits(offloaded, ids), merged) and not torch.equal(merged, unmerged)
+    # in the order of merging: what one Parameter of a module gets back must not undo the other one
+    for layer in offloaded.base_model.engram_layers().values():
+        layer.unmerge()
+    assert torch.equal(logits(offloaded, ids), unmerged)
+    offloaded.merge_adapter()
+    assert torch.equal(logits(offloaded, ids), merged)
+
+
+def test_an_offloaded_router_is_merged(ids):
+    config = EngramConfig(alpha=0.3, target_modules=[], target_parameters=["mlp.gate.weight"])
+    offloaded = accelerate.cpu_offload(moe_model("mixtral"), execution_device="cpu")
+    offloaded = fill(get_peft_model(offloaded, config).eval(), ids)
+    with pytest.raises(ValueError, match="edited in the Parameter, which is offloaded"):
+        logits(offloaded, ids)
+    offloaded.merge_adapter()
+    plain = edited("mixtral", ids, target_parameters=["mlp.gate.weight"])
+    assert close(logits(offloaded, ids), logits(plain, ids), 1e-4)
+
+
+def test_beside_lora_the_file_has_the_names_of_the_plain_model(ids, tmp_path):
+    lora = LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    beside = get_peft_model(moe_model("mixtral"), lora).eval()
+    config = EngramConfig(alpha=0.3, target_modules=["q_proj"], target_parameters=stacks("mixtral"))
+    beside = fill(get_peft_model(beside, config).eval(), ids)
+    alone = edited("mixtral", ids, target_modules=["q_proj"])
+    assert beside.base_model.engram_layers().keys() == alone.base_model.engram_layers().keys()
+    beside.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(moe_model("mixtral"), tmp_path).eval()
+    for name, layer in loaded.base_model.engram_layers().items():
+        factors = beside.base_model.engram_layers()[name].factors("default")
+        assert all(torch.equal(a, b) for a, b in zip(layer.factors("default"), factors, strict=True)), name
+
+
+def test_experts_inside_lora_are_refused(ids):
+    lora = LoraConfig(target_modules=[], target_parameters=["experts.gate_up_proj"])
+    model = get_peft_model(moe_model("mixtral"), lora)
+    with unchanged(model), pytest.raises(TypeError, match=r"experts\.\w+ is wrapped by another adapter \(lora\)"):
+        get_peft_model(model, EngramConfig(target_modules=[], target_parameters=stacks("mixtral")))
+
+
+def test_the_weight_of_a_layer_may_be_named_as_a_parameter(tiny_model, tokenizer):
+    """Of a `Conv1D`, too, which stores it the other way round."""
+    ids = tokenizer(RETAIN[:4], return_tensors="pt").input_ids
+    for kind, layer in (("llama", "down_proj"), ("gpt2", "c_fc")):
+        by_name = adapters.edited(tiny_model(kind), tokenizer, target_modules=[layer])
+        model = adapters.edited(tiny_model(kind), tokenizer, target_modules=[], target_parameters=[f"{layer}.weight"])
+        assert list(model.base_model.engram_layers())[0].endswith(f"{layer}.weight")
+        assert close(logits(model, ids), logits(by_name, ids), 1e-4)
+        model.merge_adapter()
+        assert close(logits(model, ids), logits(by_name, ids), 1e-4)
+    with pytest.raises(TypeError, match="no matrix that a `Embedding` multiplies its input with"):
+        get_peft_model(tiny_model("llama"), EngramConfig(target_parameters=["embed_tokens.weight"]))
 
 
 def test_bad_input_is_refused(ids, tmp_path):
