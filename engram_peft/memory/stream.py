@@ -147,6 +147,37 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def token_ids_of(inputs_embeds: torch.Tensor, embeddings: Any) -> torch.Tensor:
+    """The tokens whose embeddings `inputs_embeds` are, `(batch, length)`.
+
+    Raises:
+        `ValueError`: Some are no embeddings of a token, or of several.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError("The memories read token ids: pass `engram_input_ids` along with `inputs_embeds`.")
+    table = embeddings(torch.arange(embeddings.weight.shape[0], device=inputs_embeds.device)).detach()
+    # Rows are compared as wholes by a number made of all their bits; then for good, with the one row that has this number.
+    numbers, order = _fingerprints(table).sort()
+    wanted = _fingerprints(inputs_embeds)
+    place = torch.searchsorted(numbers, wanted).clamp(max=len(numbers) - 1)
+    ids = order[place]
+    found = (table[ids] == inputs_embeds).all(-1)
+    ambiguous = (place + 1 < len(numbers)) & (numbers[(place + 1).clamp(max=len(numbers) - 1)] == wanted)
+    if not bool((found & ~ambiguous).all()):
+        raise ValueError(
+            "The memories read token ids, and `inputs_embeds` do not tell them: some are the embedding of no token, or of more "
+            "than one. Pass `engram_input_ids` too."
+        )
+    return ids
+
+
+def _fingerprints(rows: torch.Tensor) -> torch.Tensor:
+    """`(..., dim)` floats -> `(...)` int64, equal for equal rows and hardly ever for others."""
+    bits = rows.detach().float().view(torch.int32).long()
+    factors = torch.arange(1, rows.shape[-1] + 1, device=rows.device) * 0x9E3779B1 + 1
+    return (bits * factors).sum(-1)
+
+
 def _classes(
     token_ids: torch.Tensor, vocab_size: int, token_map: torch.Tensor | None, masked_token_ids: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

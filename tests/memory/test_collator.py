@@ -9,7 +9,7 @@ from transformers import DataCollatorWithFlattening, default_data_collator
 from engram_peft.memory import NgramHash
 from engram_peft.memory.collator import NgramRowsCollator
 
-from ..models.engram.tiny import VOCAB_SIZE, token_ids
+from ..models.engram.tiny import VOCAB_SIZE, engram, token_ids
 from ..tuners.ngram_memory.adapters import SECOND, adapted, add, memories_of
 
 
@@ -41,6 +41,15 @@ def test_a_step_with_computed_rows_is_the_step_without(variant, collator, monkey
     monkeypatch.setattr(NgramHash, "forward", None)  # nobody hashes again
     actual = model(**inputs, engram_rows=computed)
     assert torch.equal(actual.logits, expected.logits) and torch.equal(actual.loss, expected.loss)
+
+
+def test_the_native_model_uses_them_too(monkeypatch):
+    model = engram("llama", "deepseek")
+    inputs = NgramRowsCollator(default_data_collator, model.spec, VOCAB_SIZE, model.token_map)(texts())
+    computed = inputs.pop("engram_rows")
+    expected = model(**inputs).logits
+    monkeypatch.setattr(NgramHash, "forward", None)
+    assert torch.equal(model(**inputs, engram_rows=computed).logits, expected)
 
 
 def test_rows_that_do_not_fit_are_refused():

@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 from ...memory.hashing import NgramHash
 from ...memory.layer import BranchRMSNorm, DilatedConv, NgramMemory, NgramTable
 from ...memory.state import decoding_state
-from ...memory.stream import TokenStream, decoder_layers, open_stream
+from ...memory.stream import TokenStream, decoder_layers, open_stream, token_ids_of
 from ...memory.token_map import check_token_map, grow_token_map
 from .configuration_engram import EngramLMConfig
 from .remote_code import is_remote_code
@@ -315,6 +315,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         engram_input_ids: torch.LongTensor | None = None,
         engram_attention_mask: torch.Tensor | None = None,
         engram_segment_ids: torch.LongTensor | None = None,
+        engram_rows: torch.LongTensor | None = None,
         **kwargs: Any,
     ) -> ModelOutput | tuple:
         """The backbone's forward pass with the memories in between; its arguments and its output.
@@ -328,6 +329,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             engram_segment_ids (`torch.LongTensor`, *optional*):
                 `(batch, length)`: the document that a token belongs to. N-grams end where it changes; so they do where
                 `position_ids` restart.
+            engram_rows (`torch.LongTensor`, *optional*):
+                `(batch, length, layers, tables)`: what a [`~engram_peft.memory.collator.NgramRowsCollator`] has hashed already.
 
         Raises:
             `ValueError`: Token ids are missing or outside the vocabulary, or another model filled the cache.
@@ -343,6 +346,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             engram_input_ids=engram_input_ids,
             engram_attention_mask=engram_attention_mask,
             engram_segment_ids=engram_segment_ids,
+            engram_rows=engram_rows,
             labels=labels,
             logits_to_keep=logits_to_keep,
             **kwargs,
@@ -360,6 +364,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         engram_input_ids: torch.Tensor | None = None,
         engram_attention_mask: torch.Tensor | None = None,
         engram_segment_ids: torch.Tensor | None = None,
+        engram_rows: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         """Runs the backbone, or the part of it below the head, with the memories listening."""
@@ -389,6 +394,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             attention_mask=attention_mask if engram_attention_mask is None else engram_attention_mask,
             position_ids=position_ids,
             segment_ids=engram_segment_ids,
+            rows=engram_rows,
             cache=cache,
             backbone_layers=text_config.num_hidden_layers,
         )
@@ -408,8 +414,6 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         return outputs
 
     def _token_ids_of(self, inputs_embeds: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            raise ValueError("The memories read token ids: pass `engram_input_ids` along with `inputs_embeds`.")
         return token_ids_of(inputs_embeds, self.get_input_embeddings())
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -456,35 +460,6 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
 
     def _prepare_position_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         return self.backbone._prepare_position_ids_for_generation(*args, **kwargs)
-
-
-def token_ids_of(inputs_embeds: torch.Tensor, embeddings: Any) -> torch.Tensor:
-    """The tokens whose embeddings `inputs_embeds` are, `(batch, length)`.
-
-    Raises:
-        `ValueError`: Some are no embeddings of a token, or of several.
-    """
-    table = embeddings(torch.arange(embeddings.weight.shape[0], device=inputs_embeds.device)).detach()
-    # Rows are compared as wholes by a number made of all their bits; then for good, with the one row that has this number.
-    numbers, order = _fingerprints(table).sort()
-    wanted = _fingerprints(inputs_embeds)
-    place = torch.searchsorted(numbers, wanted).clamp(max=len(numbers) - 1)
-    ids = order[place]
-    found = (table[ids] == inputs_embeds).all(-1)
-    ambiguous = (place + 1 < len(numbers)) & (numbers[(place + 1).clamp(max=len(numbers) - 1)] == wanted)
-    if not bool((found & ~ambiguous).all()):
-        raise ValueError(
-            "The memories read token ids, and `inputs_embeds` do not tell them: some are the embedding of no token, or of more "
-            "than one. Pass `engram_input_ids` too."
-        )
-    return ids
-
-
-def _fingerprints(rows: torch.Tensor) -> torch.Tensor:
-    """`(..., dim)` floats -> `(...)` int64, equal for equal rows and hardly ever for others."""
-    bits = rows.detach().float().view(torch.int32).long()
-    factors = torch.arange(1, rows.shape[-1] + 1, device=rows.device) * 0x9E3779B1 + 1
-    return (bits * factors).sum(-1)
 
 
 def _new_backbone(config: Any) -> PreTrainedModel:

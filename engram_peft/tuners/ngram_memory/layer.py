@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...memory.layer import NgramMemory, NgramTable
 from ...memory.packed import PackedTable
 from ...memory.spec import NgramMemorySpec
-from ...memory.stream import TokenStream, open_stream
+from ...memory.stream import TokenStream, open_stream, token_ids_of
 
 
 # The attribute of a decoder layer that holds its memories.
@@ -261,11 +261,10 @@ class TokenFeed:
         own: dict[str, Any],
     ) -> None:
         token_ids = own.get("engram_input_ids", given.get("input_ids"))
+        if token_ids is None and given.get("inputs_embeds") is not None:
+            token_ids = token_ids_of(given["inputs_embeds"], model.get_input_embeddings())
         if token_ids is None:
-            raise ValueError(
-                "N-gram memories read token ids, and this call has none. Pass `input_ids`, or `engram_input_ids` along with "
-                "`inputs_embeds`; or turn the memories off with `disable_adapter()`."
-            )
+            raise ValueError("You must specify exactly one of `input_ids` or `inputs_embeds`.")
         streams = {
             name: open_stream(
                 spec,

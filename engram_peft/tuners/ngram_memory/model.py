@@ -355,7 +355,7 @@ class NgramMemoryModel(BaseTuner):
         if safe_merge and not all(
             torch.isfinite(p).all() for memory in memories.values() for p in memory.parameters()
         ):
-            raise ValueError(f"NaNs detected in the memory. The adapter {name} seems to be broken")
+            raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
         token_map = self.token_map(name)
         config = lm_config(self.peft_config[name], base.config, token_map)
         base = self._unload_and_optionally_merge(merge=True, adapter_names=[name])

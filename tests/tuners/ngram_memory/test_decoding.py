@@ -129,13 +129,20 @@ def _interrupt(module, args) -> None:
     raise RuntimeError("interrupted")
 
 
-def test_a_call_without_token_ids_says_what_to_do():
+def test_embeddings_tell_their_tokens():
     model, ids = adapted(), token_ids()
     embeddings = model.get_input_embeddings()(ids)
-    with pytest.raises(ValueError, match="`engram_input_ids` along with `inputs_embeds`"):
-        model(inputs_embeds=embeddings)
-    assert torch.equal(model(inputs_embeds=embeddings, engram_input_ids=ids).logits, model(input_ids=ids).logits)
+    expected = model(input_ids=ids).logits
+    assert torch.equal(model(inputs_embeds=embeddings).logits, expected)
+    with pytest.raises(ValueError, match="do not tell them.*Pass `engram_input_ids` too"):
+        model(inputs_embeds=embeddings + 0.1)
+    with_soft_prompt = model(inputs_embeds=embeddings + 0.1, engram_input_ids=ids).logits
+    assert not torch.equal(with_soft_prompt, expected)
     with pytest.raises(ValueError, match="Token id 99 is outside the vocabulary"):
         model(inputs_embeds=embeddings, engram_input_ids=ids + 99 - ids[0, 0])
+
+
+def test_a_decoder_layer_on_its_own_says_what_to_do():
+    model = adapted()
     with pytest.raises(RuntimeError, match="was called on its own"):
-        model.get_base_model().model.layers[0](embeddings)
+        model.get_base_model().model.layers[0](torch.zeros(1, 3, 32))
