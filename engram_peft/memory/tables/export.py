@@ -80,6 +80,7 @@ def export_table(
             hasher.update(piece)
             _write(file, piece)
             bar.update(len(piece))
+            del piece  # before the next one is made
         table_sha256, chunks = hasher.finish()
         _write(file, np.frombuffer(chunks, np.uint8))
         digests = {"table_sha256": table_sha256, "chunks_sha256": hashlib.sha256(chunks).hexdigest()}
@@ -230,11 +231,17 @@ def weight_of(module: nn.Module) -> torch.Tensor:
 
 
 def _pieces(weight: torch.Tensor, scales: torch.Tensor | None, step: int) -> Iterator[np.ndarray]:
+    whole = weight.is_cpu and weight.is_contiguous()  # then its rows are written as they lie
+    buffer = (
+        weight if whole else torch.empty((min(step, len(weight)), weight.shape[1]), dtype=weight.dtype, device="cpu")
+    )
     for start in range(0, len(weight), step):
-        piece = _bytes(weight[start : start + step])
-        if scales is not None:
-            piece = np.concatenate([piece, _bytes(scales[start : start + step])], axis=1)
-        yield piece.reshape(-1)
+        rows = weight[start : start + step]
+        values = rows if whole else buffer[: len(rows)].copy_(rows)
+        if scales is None:
+            yield _bytes(values).reshape(-1)
+        else:
+            yield np.concatenate([_bytes(values), _bytes(scales[start : start + step])], axis=1).reshape(-1)
 
 
 def _bytes(rows: torch.Tensor) -> np.ndarray:
