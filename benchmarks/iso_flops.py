@@ -1,6 +1,6 @@
 """Is a memory worth its computation? Tiny models with the same active parameters, on the same text, for the same steps.
 
-    python benchmarks/iso_flops.py                 # three models, three seeds: about six CPU minutes
+    python benchmarks/iso_flops.py                 # three models, three seeds: about four CPU minutes
     python benchmarks/iso_flops.py --steps 50 --seeds 1
 
 | model | |
@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ from pretrain_tiny import new_tokenizer, split_documentation, token_blocks  # no
 HIDDEN, INTERMEDIATE, LAYERS, MEMORY_LAYER = 64, 192, 3, 1
 HEADS, DIM, SLOTS = 4, 16, 20_000
 BATCH, RATE = 16, 4e-3
+VALIDATION = 208  # sequences: whole batches
 RESULTS = Path(__file__).parent / "results" / "iso_flops.md"
 
 
@@ -109,63 +111,79 @@ def train(model: PreTrainedModel, batches: torch.Tensor) -> None:
 def validation_loss(model: PreTrainedModel, blocks: torch.Tensor) -> float:
     """Mean over all tokens, in nats."""
     model.eval()
-    return statistics.mean(model(input_ids=ids, labels=ids).loss.item() for ids in blocks[:208].split(BATCH))
+    return statistics.mean(model(input_ids=ids, labels=ids).loss.item() for ids in blocks[:VALIDATION].split(BATCH))
 
 
 MODELS: dict[str, Callable[[int], PreTrainedModel]] = {"dense": dense, "memory": with_memory, "one row": with_one_row}
 
 
+@dataclass
+class Run:
+    """One model after its training: validation loss in nats, CPU seconds, and numbers of parameters."""
+
+    loss: float
+    seconds: float
+    active: int
+    stored: int
+
+
+def run(name: str, seed: int, steps: int, vocab_size: int, training: torch.Tensor, others: torch.Tensor) -> Run:
+    """Trains a new model of this name; the seed is that of its weights and of the order of the texts."""
+    order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed))
+    set_seed(seed)
+    model = MODELS[name](vocab_size)
+    started = time.process_time()
+    train(model, training[order[: steps * BATCH]].view(-1, BATCH, training.shape[1]))
+    seconds = time.process_time() - started
+    return Run(validation_loss(model, others), seconds, active_parameters(model), model.num_parameters())
+
+
+def report(
+    runs: dict[str, list[Run]], steps: int, vocab_size: int, training: torch.Tensor, others: torch.Tensor
+) -> str:
+    lines = [
+        "# Same computation, with and without a memory",
+        "",
+        f"Llama-like models of width {HIDDEN} with {LAYERS} layers and {vocab_size} tokens; the memory before layer "
+        f"{MEMORY_LAYER} (counted from 0), 2 x {HEADS} tables of {SLOTS:,} slots x {DIM}. {steps} steps of {BATCH} x "
+        f"{training.shape[1]} tokens of Python's documentation, {steps * BATCH / len(training):.2f} passes over it; "
+        f"validation on {VALIDATION * training.shape[1]:,} tokens of other documents; `create_optimizer(lr={RATE})`. Losses are "
+        "nats a token, mean and range of the seeds; seconds are CPU seconds of training on one thread.",
+        "",
+        "| | validation loss | lowest to highest | against dense | active parameters | stored parameters | s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    means = {name: statistics.mean(one.loss for one in found) for name, found in runs.items()}
+    for name, found in runs.items():
+        losses = [one.loss for one in found]
+        lines.append(
+            f"| {name} | **{means[name]:.3f}** | {min(losses):.3f} to {max(losses):.3f} | {means[name] - means['dense']:+.3f} "
+            f"| {found[0].active:,} | {found[0].stored:,} | {statistics.mean(one.seconds for one in found):.0f} |"
+        )
+    lines += [
+        "",
+        f"{len(runs['dense'])} seeds. Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}. Load of "
+        f"the machine at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+        + ("; others were computing, which lengthens the seconds." if os.getloadavg()[0] > 1.5 else "."),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     training_texts, other_texts = split_documentation()
     tokenizer = new_tokenizer(training_texts)
-    training, others = token_blocks(tokenizer, training_texts), token_blocks(tokenizer, other_texts)
-
-    losses: dict[str, list[float]] = {name: [] for name in MODELS}
-    seconds: dict[str, list[float]] = {name: [] for name in MODELS}
-    sizes: dict[str, tuple[int, int]] = {}
+    data = (len(tokenizer), token_blocks(tokenizer, training_texts), token_blocks(tokenizer, other_texts))
+    runs: dict[str, list[Run]] = {name: [] for name in MODELS}
     for seed in range(options.seeds):
-        order = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed))
-        batches = training[order[: options.steps * BATCH]].view(-1, BATCH, training.shape[1])
-        for name, new_model in MODELS.items():
-            set_seed(seed)
-            model = new_model(len(tokenizer))
-            started = time.process_time()
-            train(model, batches)
-            seconds[name].append(time.process_time() - started)
-            losses[name].append(validation_loss(model, others))
-            sizes[name] = (active_parameters(model), model.num_parameters())
-            print(seed, name, round(losses[name][-1], 4), f"{seconds[name][-1]:.0f} s", flush=True)
-
-    lines = [
-        "# Same computation, with and without a memory",
-        "",
-        f"Llama-like models of width {HIDDEN} with {LAYERS} layers and {len(tokenizer)} tokens; the memory before layer "
-        f"{MEMORY_LAYER} (counted from 0), 2 x {HEADS} tables of {SLOTS:,} slots x {DIM}. {options.steps} steps of {BATCH} x "
-        f"{training.shape[1]} tokens of Python's documentation, {options.steps * BATCH / len(training):.2f} passes over it; "
-        f"validation on {len(others) * training.shape[1]:,} tokens of other documents; `create_optimizer(lr={RATE})`. Losses are "
-        "nats a token, mean and range of the seeds; seconds are CPU seconds of training on one thread.",
-        "",
-        "| | validation loss | lowest to highest | of dense | active parameters | stored parameters | s |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    base = statistics.mean(losses["dense"])
-    for name, found in losses.items():
-        mean, (active, stored) = statistics.mean(found), sizes[name]
-        lines.append(
-            f"| {name} | **{mean:.3f}** | {min(found):.3f} to {max(found):.3f} | {mean - base:+.3f} | {active:,} | {stored:,} "
-            f"| {statistics.mean(seconds[name]):.0f} |"
-        )
-    lines += [
-        "",
-        f"{options.seeds} seeds. Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}; load of the "
-        f"machine at the end {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores, so seconds are not to be relied on if it is high.",
-    ]
-    text = "\n".join(lines) + "\n"
+        for name, found in runs.items():
+            found.append(run(name, seed, options.steps, *data))
+            print(seed, name, found[-1], flush=True)
+    text = report(runs, options.steps, *data)
     print(text)
     RESULTS.write_text(text)
 
