@@ -12,9 +12,12 @@ from .editing.sampling import sample_texts
 from .editing.scaling import compose, count_ratio, effective_rank, uniform, weight_norm
 from .editing.statistics import Moment, Provenance, Statistics, merge_statistics
 from .editing.tuning import AlphaCurve, AlphaPoint, ItemOutcome, tune_alpha
+from .memory.insight import memory_report
+from .memory.tables import export_table, load_with_tables, offload_tables, open_table
 from .memory.writing import MemoryEdit, active_edits, erase_ngrams, write_facts
 from .models.engram import EngramForCausalLM, EngramLMConfig
 from .recipes import unlearn
+from .training import create_optimizer
 from .tuners.engram import EngramConfig, EngramModel
 from .tuners.ngram_memory import NgramMemoryConfig, NgramMemoryModel
 
@@ -44,12 +47,18 @@ __all__ = [
     "collect_statistics",
     "compose",
     "count_ratio",
+    "create_optimizer",
     "edit_checkpoint",
     "effective_rank",
     "erase_ngrams",
+    "export_table",
     "extract_engram",
     "extract_items",
+    "load_with_tables",
+    "memory_report",
     "merge_statistics",
+    "offload_tables",
+    "open_table",
     "register_layer",
     "sample_texts",
     "tune_alpha",

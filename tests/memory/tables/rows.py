@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Sequence
 
 import torch
+from transformers.utils import logging
 
 
 PLAIN = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
@@ -66,6 +67,7 @@ def in_child(work: Callable[[], None]) -> int:
         code = 1
         try:
             signal.alarm(60)
+            logging.disable_progress_bar()  # tqdm's lock may have been held when the process was forked
             work()
             code = 0
         finally:
