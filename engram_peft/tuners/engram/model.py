@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
 import warnings
@@ -40,6 +39,7 @@ from ...editing.selection import (
     unwrap,
 )
 from ...editing.tuning import AlphaCurve
+from ..arguments import check_adapter_exists, check_adapter_name, check_weighted_sum
 from .config import EngramConfig, exact_pattern
 from .experts import ParamWrapper, nested_names
 from .layer import EditedLayer, EngramLayer
@@ -237,10 +237,6 @@ class EngramModel(BaseTuner):
             if isinstance(module, EngramLayer) and (adapter_name is None or adapter_name in module.engram_A)
         }
 
-    def _check_adapter_exists(self, adapter_name: str) -> None:
-        if adapter_name not in self.peft_config:
-            raise ValueError(f"Adapter {adapter_name} not found. The model has {sorted(self.peft_config)}.")
-
     # ---------------------------------------------------------------------------------------------- strength
 
     def set_scale(self, adapter_name: str, scale: float) -> None:
@@ -251,7 +247,7 @@ class EngramModel(BaseTuner):
         Raises:
             `ValueError`: There is no such adapter, it is merged, or `scale` is not finite.
         """
-        self._check_adapter_exists(adapter_name)
+        check_adapter_exists(self.peft_config, adapter_name)
         layers = self.engram_layers(adapter_name).values()
         for layer in layers:
             layer.check_scale(scale)  # of all before the first is changed
@@ -302,7 +298,7 @@ class EngramModel(BaseTuner):
 
     def _rows_of_items(self, adapter_name: str) -> dict[str, slice]:
         """Which rows of the factors every item has."""
-        self._check_adapter_exists(adapter_name)
+        check_adapter_exists(self.peft_config, adapter_name)
         items = self.peft_config[adapter_name].items
         if not items:
             raise ValueError(
@@ -322,18 +318,7 @@ class EngramModel(BaseTuner):
             weights (`list[float]`): One weight an adapter.
             adapter_name (`str`): Name of the new adapter.
         """
-        if len(adapters) != len(weights) or not adapters:
-            raise ValueError(
-                f"`adapters` and `weights` need one entry each an adapter, got {len(adapters)} and {len(weights)}."
-            )
-        for name in adapters:
-            self._check_adapter_exists(name)
-        if adapter_name in self.peft_config:
-            raise ValueError(f"Adapter with name '{adapter_name}' already exists.")
-        if any(not math.isfinite(weight) for weight in weights):
-            raise ValueError(f"`weights` should be finite numbers, the values passed are {list(weights)}.")
-        if any(self.peft_config[name].modules_to_save for name in adapters):
-            raise ValueError("Cannot add weighted adapters if they have `modules_to_save`.")
+        check_weighted_sum(self.peft_config, adapters, weights, adapter_name)
         if len({self.peft_config[name].absorb_bias for name in adapters}) > 1:
             raise ValueError("Adapters with different `absorb_bias` cannot be combined.")
 
@@ -601,7 +586,7 @@ class EngramModel(BaseTuner):
         """Saves an adapter as a stock LoRA adapter: see `interop.lora.save_as_lora`."""
         from ...interop.lora import save_as_lora
 
-        self._check_adapter_exists(adapter_name)
+        check_adapter_exists(self.peft_config, adapter_name)
         save_as_lora(save_directory, self, adapter_name)
 
 
@@ -651,20 +636,8 @@ def _warn_of_unmatched_patterns(config: EngramConfig, names: Iterable[str]) -> N
 
 
 def _check_adapter_name(model: nn.Module, adapter_name: str) -> None:
-    """Raises a `ValueError` for a name that PEFT could not tell from a part of a path: it would lose tensors when it saves."""
-    if not adapter_name or "." in adapter_name:
-        raise ValueError(f"The adapter name {adapter_name!r} must not be empty or contain a dot.")
     reserved = {*EngramLayer.adapter_layer_names, *EngramLayer.other_param_names, "base_layer", "weight", "bias"}
-    if adapter_name in reserved or hasattr(nn.ModuleDict(), adapter_name):
-        raise ValueError(
-            f"The adapter name {adapter_name!r} is taken by a part of every adapter layer. Choose another name."
-        )
-    for key, _ in outer_modules(model):
-        if adapter_name in key.split("."):
-            raise ValueError(
-                f"The adapter name {adapter_name!r} is also the name of a module of the model ({key}), which saving could not "
-                "tell apart. Choose another name."
-            )
+    check_adapter_name(adapter_name, reserved, [key for key, _ in outer_modules(model)])
 
 
 def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from ...memory.layer import NgramMemory
 from ...memory.packed import PackedTable, packed, row_problem, unpack_table, unpacked
 from ...memory.stream import decoder_layers
 from ...memory.token_map import check_token_map, grow_token_map
+from ..arguments import check_adapter_exists, check_adapter_name, check_weighted_sum
 from .config import NgramMemoryConfig
 from .layer import CHILD_NAME, MemoryLayer, TokenFeed, TokenMap
 
@@ -160,12 +161,12 @@ class NgramMemoryModel(BaseTuner):
         Raises:
             `ValueError`: There is no such adapter.
         """
-        self._check_adapter_exists(adapter_name)
+        check_adapter_exists(self.peft_config, adapter_name)
         return {index: layer.memory_of(adapter_name) for index, layer in self.memory_layers(adapter_name).items()}
 
     def token_map(self, adapter_name: str = "default") -> torch.Tensor | None:
         """The class of every token id, `(vocab_size,)` int64; `None` if ids are hashed as they are."""
-        self._check_adapter_exists(adapter_name)
+        check_adapter_exists(self.peft_config, adapter_name)
         for layer in self.memory_layers().values():
             if adapter_name in layer.ngram_memory_token_map:
                 return cast(TokenMap, layer.ngram_memory_token_map[adapter_name]).ids
@@ -186,10 +187,6 @@ class NgramMemoryModel(BaseTuner):
         others = [name for name, config in self.peft_config.items() if isinstance(config, NgramMemoryConfig)]
         if others and not any(name in others for name in self.active_adapters):
             self.set_adapter(others[0])  # PEFT asks the first layer only, which may have none of the others
-
-    def _check_adapter_exists(self, adapter_name: str) -> None:
-        if adapter_name not in self.peft_config:
-            raise ValueError(f"Adapter {adapter_name} not found. The model has {sorted(self.peft_config)}.")
 
     # ---------------------------------------------------------------------------------------------- saving
 
@@ -251,18 +248,7 @@ class NgramMemoryModel(BaseTuner):
         Raises:
             `ValueError`: They do not hash alike, or an argument is not what it should be.
         """
-        if len(adapters) != len(weights) or not adapters:
-            raise ValueError(
-                f"`adapters` and `weights` need one entry each an adapter, got {len(adapters)} and {len(weights)}."
-            )
-        for name in adapters:
-            self._check_adapter_exists(name)
-        if adapter_name in self.peft_config:
-            raise ValueError(f"Adapter with name '{adapter_name}' already exists.")
-        if any(not math.isfinite(weight) for weight in weights):
-            raise ValueError(f"`weights` should be finite numbers, the values passed are {list(weights)}.")
-        if any(self.peft_config[name].modules_to_save for name in adapters):
-            raise ValueError("Cannot add weighted adapters if they have `modules_to_save`.")
+        check_weighted_sum(self.peft_config, adapters, weights, adapter_name)
         self._check_hash_alike(adapters)
         first = self.peft_config[adapters[0]]
         combined = {
@@ -343,7 +329,7 @@ class NgramMemoryModel(BaseTuner):
                 "with `add_weighted_adapter` if they hash alike, or choose one."
             )
         name = names[0]
-        self._check_adapter_exists(name)
+        check_adapter_exists(self.peft_config, name)
         base = self.model
         if others := [
             key for key, m in base.named_modules() if isinstance(m, BaseTunerLayer) and not isinstance(m, MemoryLayer)
@@ -508,26 +494,16 @@ def _check_free(layers: Any) -> None:
 
 
 def _check_adapter_name(model: nn.Module, adapter_name: str) -> None:
-    """Raises a `ValueError` for a name that PEFT could not tell from a part of a path: it would lose tensors when it saves."""
-    if not adapter_name or "." in adapter_name:
-        raise ValueError(f"The adapter name {adapter_name!r} must not be empty or contain a dot.")
+    own = tuple(
+        f".{name}.{adapter_name}" for name in (*MemoryLayer.adapter_layer_names, *MemoryLayer.other_param_names)
+    )
+    modules = [
+        key
+        for key, module in model.named_modules()
+        if not isinstance(module, MemoryLayer) and not any(name in f".{key}" for name in own)
+    ]
     reserved = {*MemoryLayer.adapter_layer_names, *MemoryLayer.other_param_names, CHILD_NAME, *_PARTS}
-    if adapter_name in reserved or hasattr(nn.ModuleDict(), adapter_name):
-        raise ValueError(
-            f"The adapter name {adapter_name!r} is taken by a part of every adapter layer. Choose another name."
-        )
-    for key, module in model.named_modules():
-        if (
-            adapter_name in key.split(".")
-            and f".ngram_memory_layer.{adapter_name}" not in key
-            and not isinstance(module, MemoryLayer)
-        ):
-            if any(f".{name}.{adapter_name}" in f".{key}" for name in MemoryLayer.other_param_names):
-                continue
-            raise ValueError(
-                f"The adapter name {adapter_name!r} is also the name of a module of the model ({key}), which saving could not "
-                "tell apart. Choose another name."
-            )
+    check_adapter_name(adapter_name, reserved, modules)
 
 
 # The names of what a memory consists of.
