@@ -127,7 +127,9 @@ def _attended(attention_mask: torch.Tensor, length: int, past_length: int | torc
             f"`attention_mask` must be (batch, keys) or (batch, 1, {length}, keys), got {tuple(attention_mask.shape)}."
         )
     queries = torch.arange(length, device=attention_mask.device)
-    past_length = attention_mask.shape[-1] - length if past_length is None else past_length
+    last = attention_mask.shape[-1] - length
+    # a static cache has room after the tokens; one with a sliding window that is full has them in its last columns
+    past_length = last if past_length is None else torch.as_tensor(past_length, device=queries.device).clamp(max=last)
     diagonal = attention_mask[:, 0, queries, queries + past_length]
     if diagonal.is_floating_point():
         return diagonal > torch.finfo(diagonal.dtype).min / 2

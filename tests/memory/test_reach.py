@@ -132,3 +132,16 @@ def test_qwens_segments_end_with_their_last_token() -> None:
     after_the_end = hashing(torch.tensor([[7, EOS, 8]]), reach)
     assert torch.equal(after_the_end, hashing(torch.tensor([[9, EOS, 8]]), reach))
     assert torch.equal(after_the_end, hashing(torch.tensor([[7, 9, 8]]), torch.tensor([[0]])))
+
+
+@pytest.mark.parametrize("window", [4, 6, 9])
+@pytest.mark.parametrize("past", [0, 3, 6, 11])
+def test_a_window_that_is_full_has_the_new_tokens_in_its_last_columns(window, past):
+    """As sliding layers of a static cache have them; before it is full, a token's column is its position."""
+    length = 1
+    column = min(past, window - length)
+    mask = torch.zeros(2, 1, length, window, dtype=torch.bool)
+    mask[0, 0, 0, column] = True  # the second text's token is padding
+    ids = torch.ones(2, length, dtype=torch.long)
+    reach = token_reach(ids, attention_mask=mask, past_reach=torch.tensor([2, 2]), past_length=past, limit=5)
+    assert reach.tolist() == [[2], [-1]]
