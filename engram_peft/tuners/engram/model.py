@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -40,6 +39,8 @@ from ...editing.selection import (
 )
 from ...editing.tuning import AlphaCurve
 from ..arguments import check_adapter_exists, check_adapter_name, check_weighted_sum
+from ..loading import check_adapter_tensors, remove_unloaded
+from ..mixed_batches import check_adapter_names, handed_adapter_names
 from .config import EngramConfig, exact_pattern
 from .experts import ParamWrapper, nested_names
 from .layer import EditedLayer, EngramLayer
@@ -225,7 +226,7 @@ class EngramModel(BaseTuner):
         try:
             _check_adapter_weights(model, adapter_name, remapped)
         except ValueError:
-            _take_off(model, adapter_name)
+            remove_unloaded(model, adapter_name, EngramModel)
             raise
         return remapped
 
@@ -560,25 +561,13 @@ class EngramModel(BaseTuner):
         if adapter_names is None:
             yield
             return
-        if self.training:
-            raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
-        expected = set(self.peft_config) | {"__base__"}
-        if unknown := sorted(set(adapter_names) - expected):
-            raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
+        check_adapter_names(self, self.peft_config, adapter_names)
         beams = kwargs.get("num_beams") or getattr(kwargs.get("generation_config"), "num_beams", None) or 1
         if isinstance(beams, int) and beams > 1:
             adapter_names = [name for name in adapter_names for _ in range(beams)]
-        hook = partial(_pass_adapter_names, adapter_names=adapter_names)
-        handles = [
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-            for module in self.modules()
-            if isinstance(module, EngramLayer | AuxiliaryTrainingWrapper)
-        ]
-        try:
+        readers = [module for module in self.modules() if isinstance(module, EngramLayer | AuxiliaryTrainingWrapper)]
+        with handed_adapter_names(readers, adapter_names):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     # ---------------------------------------------------------------------------------------------- export
 
@@ -615,13 +604,6 @@ def _without_wrappers_of_ours(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def _pass_adapter_names(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adapter_names: list[str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    kwargs["adapter_names"] = adapter_names
-    return args, kwargs
-
-
 def _warn_of_unmatched_patterns(config: EngramConfig, names: Iterable[str]) -> None:
     """Warns of ranks and strengths that are given for nothing."""
     for field in ("rank_pattern", "alpha_pattern"):
@@ -649,16 +631,7 @@ def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict
         for part, tensor in module.state_dict().items()
         if part.startswith(tuple(f"{name}.{adapter_name}." for name in module.adapter_layer_names))
     }
-    if missing := sorted(own.keys() - state_dict.keys()):
-        raise ValueError(f"The adapter file lacks {len(missing)} of {len(own)} tensors, for example {missing[0]}.")
-    for key, tensor in own.items():
-        if state_dict[key].shape != tensor.shape:
-            raise ValueError(
-                f"The adapter file belongs to another model or config: {key} has shape {list(state_dict[key].shape)}, "
-                f"expected {list(tensor.shape)}."
-            )
-    if unknown := sorted(key for key in state_dict if ".engram_" in key and key not in own):
-        raise ValueError(f"The adapter file holds tensors that the model has no place for, for example {unknown[0]}.")
+    check_adapter_tensors(own, state_dict, EngramModel.prefix)
 
 
 def _wrapper_names(model: nn.Module, adapter_name: str) -> dict[str, str]:
@@ -704,13 +677,3 @@ def _renamed(state_dict: dict[str, torch.Tensor], names: dict[str, str]) -> dict
         return key
 
     return {renamed(key): tensor for key, tensor in state_dict.items()}
-
-
-def _take_off(model: nn.Module, adapter_name: str) -> None:
-    """Removes an adapter that could not be loaded."""
-    if not isinstance(model, PeftModel) or not isinstance(model.base_model, EngramModel):
-        return
-    if len(model.peft_config) > 1:
-        model.delete_adapter(adapter_name)
-    else:
-        model.base_model.take_off()

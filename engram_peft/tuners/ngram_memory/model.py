@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -22,6 +21,8 @@ from ...memory.packed import PackedTable, packed, row_problem, unpack_table, unp
 from ...memory.stream import decoder_layers
 from ...memory.token_map import check_token_map, grow_token_map
 from ..arguments import check_adapter_exists, check_adapter_name, check_weighted_sum
+from ..loading import check_adapter_tensors, remove_unloaded
+from ..mixed_batches import check_adapter_names, handed_adapter_names
 from .config import NgramMemoryConfig
 from .layer import CHILD_NAME, MemoryLayer, TokenFeed, TokenMap
 
@@ -227,7 +228,7 @@ class NgramMemoryModel(BaseTuner):
             loaded = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, rest) | tables
             _check_adapter_weights(model, adapter_name, loaded)
         except ValueError:
-            _take_off(model, adapter_name)
+            remove_unloaded(model, adapter_name, NgramMemoryModel)
             raise
         return loaded
 
@@ -384,34 +385,17 @@ class NgramMemoryModel(BaseTuner):
         if adapter_names is None:
             yield
             return
-        if self.training:
-            raise ValueError("Cannot pass `adapter_names` when the model is in training mode.")
-        expected = set(self.peft_config) | {"__base__"}
-        if unknown := sorted(set(adapter_names) - expected):
-            raise ValueError(f"Trying to infer with non-existing adapter(s): {', '.join(unknown)}")
-        hook = partial(_pass_adapter_names, adapter_names=adapter_names)
-        handles = [
-            module.register_forward_pre_hook(hook, with_kwargs=True)
-            for module in self.modules()
-            if isinstance(module, AuxiliaryTrainingWrapper)
-        ]
+        check_adapter_names(self, self.peft_config, adapter_names)
+        readers = [module for module in self.modules() if isinstance(module, AuxiliaryTrainingWrapper)]
         feeds = {layer.feed for layer in self.memory_layers().values()}
         for feed in feeds:
             feed.adapter_names = list(adapter_names)
         try:
-            yield
+            with handed_adapter_names(readers, adapter_names):
+                yield
         finally:
             for feed in feeds:
                 feed.adapter_names = None
-            for handle in handles:
-                handle.remove()
-
-
-def _pass_adapter_names(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adapter_names: list[str]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    kwargs["adapter_names"] = adapter_names
-    return args, kwargs
 
 
 def base_model_of(model: nn.Module) -> PreTrainedModel:
@@ -592,23 +576,4 @@ def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict
             tuple(f"{name}.{adapter_name}." for name in ("ngram_memory_layer", "ngram_memory_token_map"))
         )
     }
-    if missing := sorted(own.keys() - state_dict.keys()):
-        raise ValueError(f"The adapter file lacks {len(missing)} of {len(own)} tensors, for example {missing[0]}.")
-    for key, tensor in own.items():
-        if state_dict[key].shape != tensor.shape:
-            raise ValueError(
-                f"The adapter file belongs to another model or config: {key} has shape {list(state_dict[key].shape)}, "
-                f"expected {list(tensor.shape)}."
-            )
-    if unknown := sorted(key for key in state_dict if ".ngram_memory_" in key and key not in own):
-        raise ValueError(f"The adapter file holds tensors that the model has no place for, for example {unknown[0]}.")
-
-
-def _take_off(model: nn.Module, adapter_name: str) -> None:
-    """Removes an adapter that could not be loaded."""
-    if not isinstance(model, PeftModel) or not isinstance(model.base_model, NgramMemoryModel):
-        return
-    if len(model.peft_config) > 1:
-        model.delete_adapter(adapter_name)
-    else:
-        model.base_model.take_off()
+    check_adapter_tensors(own, state_dict, NgramMemoryModel.prefix)
