@@ -336,19 +336,19 @@ class EngramLayer(BaseTunerLayer):
 
         The scaling and the strengths are in `up`.
         """
-        weight, left, right = self._chain(adapter_name)
+        weight, left, right = self._chain(adapter_name, self._original_matrix())
         return weight @ left, right
 
-    def _chain(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _chain(self, adapter_name: str, original: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Matrices whose product is `[dW | db]`: the weight, `-scaling B diag(strength)` and `A`, in one dtype."""
         right, left, strength = self.factors(adapter_name)
-        weight = self._original_matrix()[..., : self.in_features + self.absorbs_bias(adapter_name)]
+        weight = original[..., : self.in_features + self.absorbs_bias(adapter_name)]
         left = -self.engram_scaling[adapter_name] * (left.to(weight.dtype) * strength.to(weight.dtype))
         return weight, left, right.to(weight.dtype)
 
-    def _delta(self, adapter_name: str) -> torch.Tensor:
+    def _delta(self, adapter_name: str, original: torch.Tensor) -> torch.Tensor:
         """`[dW | db]`, `(out, width)` or `(groups, out, width)`, in the cheaper order of products."""
-        weight, left, right = self._chain(adapter_name)
+        weight, left, right = self._chain(adapter_name, original)
         if self.groups == 1:
             return torch.linalg.multi_dot((weight, left, right))
         return weight @ (left @ right) if 2 * left.shape[-1] > weight.shape[-1] else (weight @ left) @ right
@@ -356,14 +356,15 @@ class EngramLayer(BaseTunerLayer):
     @torch.no_grad()
     def get_delta_weight(self, adapter_name: str) -> torch.Tensor:
         """`dW` in the storage order of the base weight, at least float32; the change of the bias is not part of it."""
-        return self.kind.weight(self.get_base_layer(), self._delta(adapter_name)[..., : self.in_features])
+        delta = self._delta(adapter_name, self._original_matrix())
+        return self.kind.weight(self.get_base_layer(), delta[..., : self.in_features])
 
     def _edited_matrix(self, original: torch.Tensor, adapter_names: Sequence[str], safe: bool = False) -> torch.Tensor:
         """`[W | b]` with adapters in it; every change is taken from the original, so their order does not matter."""
         dtype = original.dtype if self.quantization_backend else cast(torch.Tensor, self.get_base_layer().weight).dtype
         total = original.clone()
         for name in adapter_names:
-            delta = self._delta(name)
+            delta = self._delta(name, original)
             total[..., : delta.shape[-1]] += delta
             if safe and not torch.isfinite(total.to(dtype)).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
