@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, cast
 
 import torch
@@ -49,6 +50,16 @@ class RowMask:
     def selected(self) -> int:
         """How many rows it selects; 1 if that is not known."""
         return 1 if self.rows is None else int(self.rows.sum())
+
+    @cached_property
+    def has_all_rows(self) -> bool:
+        """Whether `rows` selects every one; looked at once, not by every layer."""
+        return self.rows is None or bool(self.rows.all())
+
+    @cached_property
+    def has_all_of_encoder(self) -> bool:
+        """Whether `encoder` selects every row."""
+        return self.encoder is None or bool(self.encoder.all())
 
 
 MaskFn = Callable[[Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
@@ -641,7 +652,7 @@ class Collector:
         of_a_row = 0 if kind.one_hot else 1 if groups == 1 else 2  # dimensions
         positions, row = rows.shape[: rows.dim() - of_a_row], rows.shape[rows.dim() - of_a_row :]
         rows = rows.reshape(-1, *row)
-        chosen = self._chosen(name, positions, self._mask_of(module, x))
+        chosen = self._chosen(name, positions, *self._mask_of(module, x))
         rows = rows if chosen is None else rows[chosen.to(rows.device)]
         device = rows.device if self.device is None else torch.device(self.device)
         # siblings may change the tensor in place before the last of them has come
@@ -655,11 +666,12 @@ class Collector:
             rows = torch.cat([rows, rows.new_ones(*rows.shape[:-1], 1)], dim=-1)
         return rows
 
-    def _chosen(self, name: str, positions: torch.Size, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def _chosen(
+        self, name: str, positions: torch.Size, mask: torch.Tensor | None, is_full: bool
+    ) -> torch.Tensor | None:
         """Which of the rows at `positions` are selected, flat; `None` for all."""
         if mask is None:
             return None
-        is_full = bool(mask.all())
         if expert_module(name) is not None:
             tokens = None if self.tokens is None else self.tokens.of(name)
             if tokens is not None and len(tokens) == positions.numel():
@@ -674,10 +686,11 @@ class Collector:
         chosen = _mask_of_rows(name, positions, mask, is_full)
         return None if is_full else chosen
 
-    def _mask_of(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        if self.encoder is None or self._is_encoded(module, x):
-            return self.mask.rows if self.encoder is None else self.mask.encoder
-        return self.mask.rows
+    def _mask_of(self, module: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor | None, bool]:
+        """The mask of the side that `x` is on, and whether it selects everything."""
+        if self.encoder is not None and self._is_encoded(module, x):
+            return self.mask.encoder, self.mask.has_all_of_encoder
+        return self.mask.rows, self.mask.has_all_rows
 
     def _is_encoded(self, module: nn.Module, x: torch.Tensor) -> bool:
         """Whether `x` is on the encoder's side."""
