@@ -267,12 +267,17 @@ def _render_chat(
     return prompt, messages[-1]["content"]
 
 
+def by_length(sequences: Sequence[Sequence[int]], batch_size: int) -> Iterator[list[int]]:
+    """Indices of `sequences` in batches of similar length, the shortest first."""
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    for start in range(0, len(order), batch_size):
+        yield order[start : start + batch_size]
+
+
 def batches(encoded: Sequence[EncodedItem], batch_size: int, pad_token_id: int | None) -> Iterator[Batch]:
     """Batches of similar length. Padding is hidden by the attention mask, so any id will do for it."""
     pad_token_id = _pad_token(pad_token_id)
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].input_ids))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+    for chosen in by_length([item.input_ids for item in encoded], batch_size):
         yield _batch([encoded[i] for i in chosen], pad_token_id, chosen)
 
 
@@ -281,9 +286,7 @@ def pair_batches(
 ) -> Iterator[tuple[Batch, Batch]]:
     """Batches for an encoder-decoder model, of similar length: what the encoder reads, and the labels with -100 for padding."""
     pad_token_id = _pad_token(pad_token_id)
-    order = sorted(range(len(encoded)), key=lambda i: len(encoded[i].encoder.input_ids))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
+    for chosen in by_length([pair.encoder.input_ids for pair in encoded], batch_size):
         read = _batch([encoded[i].encoder for i in chosen], pad_token_id, chosen)
         yield read, _batch([encoded[i].decoder for i in chosen], -100, chosen)
 

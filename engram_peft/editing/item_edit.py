@@ -106,15 +106,13 @@ class ItemOptions:
 
 @dataclass
 class ItemReport:
-    """The outcome of `extract_items`, item by item.
+    """The outcome of `extract_items`, item by item, at `alpha` 1.
 
     **Attributes**:
         - **items** (`list[ItemOutcome]`) -- What became of every item.
         - **rounds** (`int`) -- How often the edited model was looked at.
         - **layer_effects** (`dict[str, float]`) --
             How much each layer's edit takes off a secret token's logit at the strengths found, on average and to first order.
-
-    `alpha` is taken to be 1.
     """
 
     items: list[ItemOutcome]
@@ -172,8 +170,9 @@ def extract_items(
 ) -> ItemReport:
     """Fills an ENGRAM adapter item by item, and finds for each the least strength at which it is forgotten.
 
-    The strengths are found as if the adapter's `alpha` were 1; another one scales them. The formulas stand at the top of `editing/item_edit.py`. The rank is the number of secret tokens. Every text is run
-    once, the forgotten ones once more with each round. Either the adapter is filled or it is as it was.
+    The strengths are found as if the adapter's `alpha` were 1; another one scales them. The formulas stand at the top of
+    `editing/item_edit.py`. The rank is the number of secret tokens. Every text is run once, the forgotten ones once more with each
+    round. Either the adapter is filled or it is as it was.
 
     Args:
         model (`PeftModel`): A model with an ENGRAM adapter, which must be active.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from .encoding import by_length
 from .selection import unwrap
 from .weights import input_device
 
@@ -43,8 +44,7 @@ def token_likelihoods(
     device = input_device(model)
     keeps_logits = "logits_to_keep" in inspect.signature(unwrap(model).forward).parameters
     results: list[Likelihood | None] = [None] * len(sequences)
-    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i][0]))
-    for chosen in (order[i : i + batch_size] for i in range(0, len(order), batch_size)):
+    for chosen in by_length([ids for ids, _ in sequences], batch_size):
         starts = [max(sequences[i][1], 1) for i in chosen]
         lengths = torch.tensor([len(sequences[i][0]) for i in chosen])
         input_ids = torch.zeros(len(chosen), int(lengths.max()), dtype=torch.long)

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..editing.decoding import PLAIN, eos_token_ids, seeded, written_texts
+from ..editing.encoding import by_length
 
 
 @torch.inference_mode()
@@ -34,9 +35,8 @@ def greedy_texts(
         `list[str]`: In the order of `prompts`, without special tokens.
     """
     texts = [""] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     config = _generation_config(model, tokenizer, max_new_tokens, do_sample=False)
-    for chosen in (order[i : i + batch_size] for i in range(0, len(order), batch_size)):
+    for chosen in by_length(prompts, batch_size):
         written = written_texts(model, tokenizer, [prompts[i] for i in chosen], config, config.eos_token_id or ())
         for i, text in zip(chosen, written, strict=True):
             texts[i] = text
