@@ -6,7 +6,6 @@ weights are written anew, one layer at a time. What is in memory is one layer.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -25,6 +24,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
+from .memory.tables.checkpoint import StoredTensor, stored_tensors
 from .tuners.engram import EngramConfig
 
 
@@ -71,13 +71,13 @@ def edit_checkpoint(
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as beside:
         work = Path(beside) / "checkpoint"
-        files = sorted({weight.file.relative_to(source) for weight in weights.values()})
+        files = sorted({Path(weight.path).relative_to(source) for weight in weights.values()})
         shutil.copytree(source, work, ignore=shutil.ignore_patterns(".*", *_WEIGHTS))
         for file in files:
             shutil.copyfile(source / file, work / file)
         for layer in logging.tqdm(layers, desc="Editing layers"):
             for key, tensor in _merged(layer, adapters, weights).items():
-                _overwrite(work / weights[key].file.relative_to(source), weights[key], tensor)
+                _overwrite(work / Path(weights[key].path).relative_to(source), weights[key], tensor)
         for file in files:
             with open(work / file, "rb") as written:
                 os.fsync(written.fileno())
@@ -88,43 +88,19 @@ def _local_folder(name: str | os.PathLike[str]) -> Path:
     return Path(name) if os.path.isdir(name) else Path(snapshot_download(str(name)))
 
 
-@dataclass(frozen=True)
-class _StoredWeight:
-    """Where a tensor lies: its bytes begin at `start` of `file`."""
-
-    file: Path
-    start: int
-    size: int
-    shape: tuple[int, ...]
-
-    def read(self, key: str) -> torch.Tensor:
-        with safe_open(self.file, "pt") as stored:
-            return stored.get_tensor(key)
-
-
-def _stored_weights(folder: Path) -> dict[str, _StoredWeight]:
+def _stored_weights(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint by its name in the files."""
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if index.exists():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
-    else:
-        files = [folder / SAFE_WEIGHTS_NAME]
-    weights = {}
-    for file in files:
-        if not file.exists():
-            raise FileNotFoundError(
-                f"{file} does not exist. `src` must hold safetensors weights: load the model and `save_pretrained` it once."
-            )
-        with safe_open(file, "pt"):
-            pass  # checks that the header and the size of the file agree
-        with open(file, "rb") as stored:
-            length = int.from_bytes(stored.read(8), "little")
-            header = json.loads(stored.read(length))
-        for key, entry in header.items():
-            if key != "__metadata__":
-                first, last = entry["data_offsets"]
-                weights[key] = _StoredWeight(file, 8 + length + first, last - first, tuple(entry["shape"]))
-    return weights
+    if not any((folder / name).exists() for name in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME)):
+        raise FileNotFoundError(
+            f"{folder / SAFE_WEIGHTS_NAME} does not exist. `src` must hold safetensors weights: load the model and `save_pretrained` "
+            "it once."
+        )
+    return stored_tensors(folder)
+
+
+def _read(key: str, weight: StoredTensor) -> torch.Tensor:
+    with safe_open(weight.path, "pt") as stored:
+        return stored.get_tensor(key)
 
 
 def _without_weights(folder: Path) -> PreTrainedModel:
@@ -179,7 +155,7 @@ class _EditedLayer:
     keys: dict[str, str]
 
 
-def _edited_layers(model: PeftModel, weights: dict[str, _StoredWeight]) -> Iterator[_EditedLayer]:
+def _edited_layers(model: PeftModel, weights: dict[str, StoredTensor]) -> Iterator[_EditedLayer]:
     prefix = f"{getattr(model.get_base_model(), 'base_model_prefix', '')}."
     for name, layer in model.base_model.engram_layers().items():
         keys = {}
@@ -192,21 +168,21 @@ def _edited_layers(model: PeftModel, weights: dict[str, _StoredWeight]) -> Itera
                     f"{key} is not in the checkpoint: transformers converts its weights while loading. Load the model and "
                     "`save_pretrained` it once, and edit that checkpoint."
                 )
-            if weights[found].shape != tuple(meta.shape):
+            if weights[found].entry.shape != tuple(meta.shape):
                 raise ValueError(
-                    f"{found} has shape {list(weights[found].shape)} in the checkpoint and {list(meta.shape)} in the model."
+                    f"{found} has shape {list(weights[found].entry.shape)} in the checkpoint and {list(meta.shape)} in the model."
                 )
             keys[parameter] = found
         yield _EditedLayer(name, layer, keys)
 
 
 def _merged(
-    edited: _EditedLayer, adapters: dict[str, Path], weights: dict[str, _StoredWeight]
+    edited: _EditedLayer, adapters: dict[str, Path], weights: dict[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
     """The layer's changed tensors by their names in the checkpoint. The layer has weights for the time being."""
     base = edited.layer.get_base_layer()
     empty = dict(base.named_parameters(recurse=False))
-    original = {name: nn.Parameter(weights[key].read(key), requires_grad=False) for name, key in edited.keys.items()}
+    original = {name: nn.Parameter(_read(key, weights[key]), requires_grad=False) for name, key in edited.keys.items()}
     for name, parameter in original.items():
         setattr(base, name, parameter)
     for adapter, folder in adapters.items():
@@ -242,11 +218,12 @@ def _load_factors(edited: _EditedLayer, adapter: str, folder: Path) -> None:
                 setattr(factors[adapter], name, nn.Parameter(tensor, requires_grad=False))
 
 
-def _overwrite(file: Path, weight: _StoredWeight, tensor: torch.Tensor) -> None:
+def _overwrite(file: Path, weight: StoredTensor, tensor: torch.Tensor) -> None:
     """Replaces the bytes of one tensor."""
     content = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    if content.nbytes != weight.size:
-        raise ValueError(f"A weight in {weight.file} has {weight.size} bytes, what it is merged to {content.nbytes}.")
+    size = weight.entry.end - weight.entry.start
+    if content.nbytes != size:
+        raise ValueError(f"A weight in {weight.path} has {size} bytes, what it is merged to {content.nbytes}.")
     with open(file, "r+b") as stored:
-        stored.seek(weight.start)
+        stored.seek(weight.entry.start)
         stored.write(content.data)
