@@ -47,8 +47,9 @@ class MappedFile:
 
     def check(self) -> None:
         """Raises a `TableChangedError` if the file is no longer what was opened: call it after every read."""
+        damaged = self.damaged  # first: what another thread stumbles over after this is for its own check to tell
         found = os.fstat(self._descriptor)
-        if found.st_size == self.length and found.st_mtime_ns == self._modified and not self.damaged:
+        if found.st_size == self.length and found.st_mtime_ns == self._modified and not damaged:
             return
         if found.st_size != self.length:
             what = f"it had {self.length} bytes and has {found.st_size} now"
