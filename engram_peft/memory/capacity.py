@@ -177,9 +177,7 @@ def _distinct_ngrams(
     if reach is None:
         reach = token_reach(ids, limit=spec.ids_lookback)
     history = torch.nn.functional.pad(ids, (spec.ids_lookback, 0))
-    tokens = [
-        token.flatten() for token in NgramHash(spec, spec.layer_ids[0]).to(ids.device).readable_tokens(history, reach)
-    ]
+    tokens = NgramHash(spec, spec.layer_ids[0]).to(ids.device).readable_tokens(history, reach).flatten(0, 1).unbind(-1)
     reach = reach.flatten()
     found = []
     for order in spec.orders:

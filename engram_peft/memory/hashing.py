@@ -6,6 +6,7 @@ Four published hashes, bit for bit; `NgramMemorySpec.variant` says which. All ar
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from .spec import NgramMemorySpec
@@ -84,33 +85,27 @@ class NgramHash(nn.Module):
         rows = self._needle_rows(tokens) if spec.variant == "needle" else self._xor_rows(tokens)
         return rows.flatten(-2)
 
-    def readable_tokens(self, ids: torch.Tensor, reach: torch.Tensor) -> list[torch.Tensor]:
-        """`tokens[k]` `(batch, length)` is the token `k` steps back, or the fill where that must not be read."""
+    def readable_tokens(self, ids: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
+        """`(batch, length, N)`: of each token the one `k` steps back, or the fill where that must not be read."""
         spec = self.spec
-        length = reach.shape[1]
-        tokens: list[torch.Tensor] = []
-        inside = torch.ones_like(reach, dtype=torch.bool)  # no end-of-sequence token in between
-        for shift in range(spec.max_ngram_size):
-            start = spec.ids_lookback - shift
-            token = ids[:, start : start + length]
-            readable = reach >= shift
-            if spec.variant == "qwen_ple" and shift > 0:
-                inside = inside & (token != spec.eos_token_id)
-                readable = readable & inside
-            tokens.append(torch.where(readable, token, spec.fill_id))
-        return tokens
+        tokens = ids.unfold(1, spec.max_ngram_size, 1).flip(-1)
+        readable = reach.unsqueeze(-1) >= torch.arange(spec.max_ngram_size, device=reach.device)
+        if spec.variant == "qwen_ple":  # no end-of-sequence token in between
+            ended = tokens[..., 1:] == spec.eos_token_id
+            readable = readable & F.pad(ended.cumsum(-1) == 0, (1, 0), value=True)
+        return torch.where(readable, tokens, spec.fill_id)
 
-    def _xor_rows(self, tokens: list[torch.Tensor]) -> torch.Tensor:
+    def _xor_rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """`(batch, length, orders, heads)`."""
-        mixes = [tokens[0] * self.multipliers[0]]
-        for token, multiplier in zip(tokens[1:], self.multipliers[1:].unbind(), strict=True):
-            mixes.append(mixes[-1] ^ token * multiplier)
+        mixes = list((tokens * self.multipliers).unbind(-1))
+        for shift in range(1, len(mixes)):
+            mixes[shift] = mixes[shift - 1] ^ mixes[shift]
         mixed = torch.stack([mixes[order - 1] for order in self.spec.orders], dim=-1)
         return mixed.unsqueeze(-1) % self.head_sizes
 
-    def _needle_rows(self, tokens: list[torch.Tensor]) -> torch.Tensor:
+    def _needle_rows(self, tokens: torch.Tensor) -> torch.Tensor:
         """`(batch, length, orders, heads)`. A 32-bit accumulator times a 25-bit prime fits into int64."""
-        words = [(token & _MASK32).unsqueeze(-1) for token in tokens]
+        words = (tokens & _MASK32).unsqueeze(-2).unbind(-1)
         rows = []
         for order, seeds in zip(self.spec.orders, self.seeds.unbind(), strict=True):
             mixed = seeds

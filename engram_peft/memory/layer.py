@@ -121,7 +121,7 @@ class NgramGate(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             weighted = query * (self.query_norm.weight * self.key_norm.weight)
         # The norms of both are one number a branch: they are taken out of the product.
-        norms = torch.rsqrt(_mean_square(query) + eps) * torch.rsqrt(_mean_square(key) + eps)
+        norms = torch.rsqrt((_mean_square(query) + eps) * (_mean_square(key) + eps))
         score = (weighted * key).sum(-1, keepdim=True) * norms * self.scale
         if self.kind == "signed_sqrt":
             score = score.abs().clamp_min(1e-6).sqrt() * score.sign()
@@ -179,9 +179,9 @@ class DilatedConv(nn.Module):
         weight = self.weight[:, 0] if scale is None else self.weight[:, 0] * scale.unsqueeze(-1)
         weight = weight.to(inputs.dtype)
         if torch.compiler.is_compiling() or inputs.device.type != "cpu" or length <= self.lookback:
-            windows = [history[:, tap * self.dilation :][:, :length] for tap in range(self.kernel_size)]
+            windows = history.unfold(1, self.lookback + 1, 1)[..., :: self.dilation]
             return self._masked(windows, weight, reach)
-        # One call instead of a few shifted products: three times as fast on CPUs, but it knows no reach. So tokens that
+        # One call instead of products with windows: three times as fast on CPUs, but it knows no reach. So tokens that
         # must not see everything that it showed them, at most `lookback` a document, are computed again.
         channels_last = history.transpose(1, 2).unsqueeze(2).contiguous(memory_format=torch.channels_last)
         kernel = weight[:, None, None]
@@ -190,17 +190,19 @@ class DilatedConv(nn.Module):
         shown = torch.arange(length) if past is None else torch.full((length,), self.lookback)
         rows, columns = (reach < shown.clamp(max=self.lookback)).nonzero(as_tuple=True)
         if len(rows) > 0:
-            windows = [history[rows, columns + tap * self.dilation] for tap in range(self.kernel_size)]
+            taps = columns.unsqueeze(1) + torch.arange(0, self.lookback + 1, self.dilation)
+            windows = history[rows.unsqueeze(1), taps].transpose(1, 2)
             outputs = outputs.index_put((rows, columns), self._masked(windows, weight, reach[rows, columns]))
         return outputs
 
-    def _masked(self, windows: list[torch.Tensor], weight: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
-        """The sum over taps of `windows[tap]` `(..., channels)` times `weight[:, tap]`, where `reach` `(...)` allows."""
-        outputs = windows[-1] * weight[:, -1]
-        for tap, window in enumerate(windows[:-1]):
-            readable = reach >= (self.kernel_size - 1 - tap) * self.dilation
-            outputs = torch.addcmul(outputs, torch.where(readable.unsqueeze(-1), window, 0), weight[:, tap])
-        return outputs
+    def _masked(self, windows: torch.Tensor, weight: torch.Tensor, reach: torch.Tensor) -> torch.Tensor:
+        """The sum over taps of `windows` `(..., channels, taps)` times `weight` `(channels, taps)`, where `reach` `(...)` allows.
+
+        The last tap, the token itself, is always read.
+        """
+        steps_back = torch.arange(self.lookback, -1, -self.dilation, device=reach.device)
+        readable = reach.clamp_min(0).unsqueeze(-1) >= steps_back
+        return (torch.where(readable.unsqueeze(-2), windows, 0) * weight).sum(-1)
 
 
 class NgramMemory(nn.Module):
