@@ -91,8 +91,8 @@ class NgramHash(nn.Module):
         tokens = ids.unfold(1, spec.max_ngram_size, 1).flip(-1)
         readable = reach.unsqueeze(-1) >= torch.arange(spec.max_ngram_size, device=reach.device)
         if spec.variant == "qwen_ple":  # no end-of-sequence token in between
-            ended = tokens[..., 1:] == spec.eos_token_id
-            readable = readable & F.pad(ended.cumsum(-1) == 0, (1, 0), value=True)
+            unbroken = torch.ne(tokens[..., 1:], spec.eos_token_id).cumprod(-1)  # type: ignore[arg-type]  # the spec has one
+            readable = readable & F.pad(unbroken, (1, 0), value=1).bool()
         return torch.where(readable, tokens, spec.fill_id)
 
     def _xor_rows(self, tokens: torch.Tensor) -> torch.Tensor:
