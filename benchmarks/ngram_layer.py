@@ -246,7 +246,7 @@ def measure_decoding() -> dict[str, float]:
     model = EngramForCausalLM.from_backbone(backbone, config).eval()
     ids, tokens = next(text_batches())[:1, :128], 32
     seconds: dict[str, list[float]] = {"base": [], "memory": []}
-    for round_ in range(6):
+    for round_ in range(13):
         for name, runner in (("base", base), ("memory", model)):
             started = time.process_time()
             runner.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)

@@ -68,7 +68,7 @@ def in_child(work: Callable[[], None]) -> int:
         try:
             signal.alarm(60)
             logging.disable_progress_bar()  # tqdm's lock may have been held when the process was forked
-            torch.set_num_threads(1)  # torch makes its threads anew after a fork, and not safely from two threads at once
+            torch.set_num_threads(1)  # makes torch's threads anew, which two threads at once would not survive
             work()
             code = 0
         finally:
