@@ -6,6 +6,7 @@ the PEFT adapter.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,30 @@ from .layer import NgramMemory
 from .reach import carried_reach, token_reach
 from .spec import NgramMemorySpec
 from .state import DecodingState, decoding_state
+
+
+class OneAtATime:
+    """Whose turn it is, if several threads call one model: what its memories read lies in one place while it runs.
+
+    For the thread that has the turn, `acquire` is free. Copying or pickling a model gives the copy a lock of its own.
+    A compiled pass takes no turns, as what it reads is in its graph.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type[OneAtATime], tuple[()]]:
+        return OneAtATime, ()
+
+    def acquire(self) -> None:
+        """Waits until it is the caller's turn."""
+        if not torch.compiler.is_compiling():
+            self._lock.acquire()
+
+    def release(self) -> None:
+        """Ends what one `acquire` began."""
+        if not torch.compiler.is_compiling():
+            self._lock.release()
 
 
 class TokenStream:

@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 from ...memory.hashing import NgramHash
 from ...memory.layer import BranchRMSNorm, DilatedConv, NgramMemory, NgramTable
 from ...memory.state import decoding_state
-from ...memory.stream import TokenStream, decoder_layers, open_stream, token_ids_of
+from ...memory.stream import OneAtATime, TokenStream, decoder_layers, open_stream, token_ids_of
 from ...memory.token_map import check_token_map, grow_token_map
 from .configuration_engram import EngramLMConfig
 from .remote_code import is_remote_code
@@ -144,6 +144,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             layers[layer_id].register_forward_pre_hook(MemoryHook(self, layer_id), with_kwargs=True)
         self.register_buffer("token_map", self._new_token_map())
         self._stream: TokenStream | None = None  # set during `forward` only
+        self._turns = OneAtATime()
         self.post_init()
 
     @property
@@ -385,7 +386,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"`engram_input_ids` must be {tuple(inputs.shape[:2])}, one a token, got {tuple(token_ids.shape)}."
             )
-        self._stream = stream = open_stream(
+        stream = open_stream(
             self.spec,
             token_ids,
             vocab_size=self.vocab_size,
@@ -398,6 +399,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             cache=cache,
             backbone_layers=text_config.num_hidden_layers,
         )
+        self._turns.acquire()
+        self._stream = stream
         try:
             outputs = module(
                 input_ids=input_ids,
@@ -410,6 +413,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             )
         finally:
             self._stream = None
+            self._turns.release()
         stream.remember()
         return outputs
 

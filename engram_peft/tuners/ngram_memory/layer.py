@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ...memory.layer import NgramMemory, NgramTable
 from ...memory.packed import PackedTable
 from ...memory.spec import NgramMemorySpec
-from ...memory.stream import TokenStream, open_stream, token_ids_of
+from ...memory.stream import OneAtATime, TokenStream, open_stream, token_ids_of
 
 
 # The attribute of a decoder layer that holds its memories.
@@ -181,6 +181,7 @@ class TokenFeed:
         self.adapter_names: list[str] | None = None  # one a row of the batch, while PEFT's `adapter_names` says so
         self._layer_count = layer_count
         self._caller: nn.Module | None = None
+        self._turns = OneAtATime()
         self._streams: dict[str, TokenStream] = {}
         self._rows: dict[str, torch.Tensor] = {}
         self._hooks: list[Any] = []
@@ -204,19 +205,27 @@ class TokenFeed:
         self, model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The hook before a model's forward pass."""
-        if self._caller is not None:  # a model inside the one that was called
-            return None
-        own = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("engram_")}
-        adapters = self._wanted()
-        if adapters:
-            if args:
-                args, kwargs = (), dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
-            cache = self._cache(model, kwargs)
-            if kwargs.get("cache", kwargs.get("past_key_values")) is not cache:
-                kwargs["cache"] = cache
-            self._open(model, adapters, kwargs, cache, own)
-            self._caller = model
-        return args, kwargs
+        self._turns.acquire()
+        try:
+            if self._caller is not None:  # a model inside the one that was called, since it is this thread's turn
+                return None
+            own = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith("engram_")}
+            adapters = self._wanted()
+            if adapters:
+                if args:
+                    args, kwargs = (
+                        (),
+                        dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs,
+                    )
+                cache = self._cache(model, kwargs)
+                if kwargs.get("cache", kwargs.get("past_key_values")) is not cache:
+                    kwargs["cache"] = cache
+                self._open(model, adapters, kwargs, cache, own)
+                self._turns.acquire()  # until the pass ends
+                self._caller = model
+            return args, kwargs
+        finally:
+            self._turns.release()
 
     def end(self, model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
         """The hook after it. A pass that failed leaves no trace."""
@@ -229,6 +238,7 @@ class TokenFeed:
         finally:
             self._caller = None
             self._streams, self._rows = {}, {}
+            self._turns.release()
 
     def streams(self) -> Iterator[tuple[str, TokenStream]]:
         """What the adapters of this call read, by their names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -413,3 +414,15 @@ def test_experts_run_as_the_backbone_is_told(implementation: str):
     model.set_experts_implementation(implementation)
     assert model.backbone.config._experts_implementation == implementation
     torch.testing.assert_close(logits(model, ids), expected, rtol=0, atol=1e-5)
+
+
+def test_threads_take_turns():
+    model = fill(engram("llama", "deepseek"))
+    texts = [token_ids(length=length, seed=length) for length in (5, 9, 14)]
+    expected = [model.generate(input_ids=ids, do_sample=False, max_new_tokens=12, pad_token_id=0) for ids in texts]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            found = pool.map(
+                lambda ids: model.generate(input_ids=ids, do_sample=False, max_new_tokens=12, pad_token_id=0), texts
+            )
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -88,6 +89,20 @@ def test_a_copy_is_a_model_of_its_own(ids):
                 memory.table.weight.zero_()
         assert not torch.equal(logits(twin, ids), expected)
         assert torch.equal(logits(model, ids), expected)
+
+
+def test_threads_take_turns():
+    model = adapted()
+    texts = [token_ids(length=length, seed=length) for length in (5, 9, 14)]
+    expected = [logits(model, text) for text in texts]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(10):
+            found = pool.map(lambda text: logits(model, text), texts)
+            assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match="outside the vocabulary"):  # a pass that fails gives its turn back
+        logits(model, torch.tensor([[-1]]))
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(logits, model, texts[0]).result(timeout=60), expected[0])
 
 
 def test_adapters_may_be_of_another_dtype_than_the_model(ids):
