@@ -26,7 +26,10 @@ from engram_peft import (
     tune_alpha,
     unlearn,
 )
-from engram_peft.cli import BadInput, app, describe_adapter, items_of, read_rows
+from engram_peft.cli import app
+from engram_peft.cli.adapters import describe_adapter
+from engram_peft.cli.application import BadInput
+from engram_peft.cli.rows import items_of, read_rows
 from engram_peft.editing.tuning import scale_curve
 from engram_peft.evaluation import Probe, Suite, evaluate
 

@@ -9,36 +9,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli import (
-    _FILE,
-    _HOW,
-    _TYPER_OPTIONS,
-    BadInput,
-    DebugOption,
-    JsonOption,
-    QuietOption,
-    _check_file_is_free,
-    _examples,
-    _help_if_alone,
-    _make_parent,
-    _show,
-    _shown_size,
-    _working,
-    app,
-)
+from .application import TYPER_OPTIONS, BadInput, app, examples, help_if_alone, working
+from .options import FILE, HOW, DebugOption, JsonOption, QuietOption
+from .output import check_file_is_free, make_parent, show, shown_size
 
 
 if TYPE_CHECKING:
-    from .memory.tables import Table
+    from ..memory.tables import Table
 
 
 table_app = typer.Typer(
     help="Tables of n-gram memories: export them from checkpoints, check, describe and time them.",
-    epilog=_examples(
+    epilog=examples(
         "table export ./model --tensor model.layers.1.engram.weight --output table.safetensors",
         "table verify table.safetensors",
     ),
-    **_TYPER_OPTIONS,
+    **TYPER_OPTIONS,
 )
 app.add_typer(table_app, name="table")
 
@@ -75,11 +61,11 @@ HeadsOption = Annotated[
 
 @table_app.callback(invoke_without_command=True)
 def _start(context: typer.Context) -> None:
-    _help_if_alone(context)
+    help_if_alone(context)
 
 
 @table_app.command(
-    epilog=_examples(
+    epilog=examples(
         "table export ./model --tensor model.layers.1.engram.weight --head-sizes 500,700 --output table.safetensors"
     )
 )
@@ -92,48 +78,48 @@ def export(
     scales: ScalesOption = None,
     head_sizes: HeadsOption = None,
     chunk_bytes: Annotated[
-        int, typer.Option(min=1, help="Bytes under one digest: what a lazy check reads for one row.", **_HOW)
+        int, typer.Option(min=1, help="Bytes under one digest: what a lazy check reads for one row.", **HOW)
     ] = 262_144,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Write a checkpoint's table to a file of its own, byte for byte, with digests. Memory for two chunks is enough."""
-    with _working(as_json, quiet, debug):
+    with working(as_json, quiet, debug):
         if not tensor:
             raise BadInput("Name the checkpoint's table: --tensor.")
-        _check_file_is_free(output, False)
+        check_file_is_free(output, False)
 
-        from .memory.tables import export_table, open_table
+        from ..memory.tables import export_table, open_table
 
         with open_table(checkpoint, tensor=tensor, scales=scales or None, head_sizes=_sizes_of(head_sizes)) as source:
-            _make_parent(output)
+            make_parent(output)
             export_table(source, source.head_sizes, output, chunk_bytes=chunk_bytes)
         with open_table(output) as table:
             content = _describe(table, output)
-    _show(content, _text(content), as_json, quiet)
+    show(content, _text(content), as_json, quiet)
 
 
-@table_app.command(epilog=_examples("table verify table.safetensors"))
+@table_app.command(epilog=examples("table verify table.safetensors"))
 def verify(
-    file: Annotated[Path, typer.Argument(help="A file of `table export`.", **_FILE)],
+    file: Annotated[Path, typer.Argument(help="A file of `table export`.", **FILE)],
     as_json: JsonOption = False,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Check every byte of a table against its digests."""
-    with _working(as_json, quiet, debug):
-        from .memory.tables import open_table
+    with working(as_json, quiet, debug):
+        from ..memory.tables import open_table
 
         started = time.perf_counter()
         with open_table(file, verify="full") as table:
             content = {"file": str(file), "bytes": table.nbytes, "seconds": time.perf_counter() - started}
-    text = f"{file} is as it was written: {_shown_size(content['bytes'])} in {content['seconds']:.1f} s."  # type: ignore[arg-type]
-    _show(content, text, as_json, quiet)
+    text = f"{file} is as it was written: {shown_size(content['bytes'])} in {content['seconds']:.1f} s."  # type: ignore[arg-type]
+    show(content, text, as_json, quiet)
 
 
 @table_app.command(
-    epilog=_examples("table info table.safetensors", "table info ./model --tensor model.layers.1.engram.weight")
+    epilog=examples("table info table.safetensors", "table info ./model --tensor model.layers.1.engram.weight")
 )
 def info(
     source: SourceArgument,
@@ -144,30 +130,30 @@ def info(
     debug: DebugOption = False,
 ) -> None:
     """Show what a table holds and how much of it is in memory. Only its header is read."""
-    with _working(as_json, True, debug):
+    with working(as_json, True, debug):
         with _opened(source, tensor, scales, head_sizes) as table:
             content = _describe(table, source)
-    _show(content, _text(content), as_json, False)
+    show(content, _text(content), as_json, False)
 
 
 @table_app.command(
-    epilog=_examples("table bench table.safetensors", "table bench table.safetensors --rows 48 --draw zipf")
+    epilog=examples("table bench table.safetensors", "table bench table.safetensors --rows 48 --draw zipf")
 )
 def bench(
     source: SourceArgument,
     tensor: TensorOption = None,
     scales: ScalesOption = None,
     head_sizes: HeadsOption = None,
-    rows: Annotated[int, typer.Option(min=1, help="Rows a gather.", **_HOW)] = 16_384,
-    gathers: Annotated[int, typer.Option(min=1, help="How many gathers.", **_HOW)] = 50,
-    draw: Annotated[Draw, typer.Option(help="How ids are drawn.", **_HOW)] = Draw.uniform,
-    placement: Annotated[Placement, typer.Option(help="Where the table is.", **_HOW)] = Placement.mmap,
-    seed: Annotated[int, typer.Option(help="Of the ids.", **_HOW)] = 0,
+    rows: Annotated[int, typer.Option(min=1, help="Rows a gather.", **HOW)] = 16_384,
+    gathers: Annotated[int, typer.Option(min=1, help="How many gathers.", **HOW)] = 50,
+    draw: Annotated[Draw, typer.Option(help="How ids are drawn.", **HOW)] = Draw.uniform,
+    placement: Annotated[Placement, typer.Option(help="Where the table is.", **HOW)] = Placement.mmap,
+    seed: Annotated[int, typer.Option(help="Of the ids.", **HOW)] = 0,
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Time gathers of random rows, and show how much of the table they brought into memory."""
-    with _working(as_json, True, debug):
+    with working(as_json, True, debug):
         import torch
 
         with _opened(source, tensor, scales, head_sizes, placement.value) as table:
@@ -194,7 +180,7 @@ def bench(
             "resident_before": before,
             "resident_after": stats.residency,
         }
-    _show(content, str(stats), as_json, False)
+    show(content, str(stats), as_json, False)
 
 
 def _opened(
@@ -204,7 +190,7 @@ def _opened(
     head_sizes: str | None,
     placement: str = "mmap",
 ) -> Table:
-    from .memory.tables import open_table
+    from ..memory.tables import open_table
 
     return open_table(
         source,
@@ -248,7 +234,7 @@ def _text(content: dict[str, Any]) -> str:
     scales = "" if content["scale_dtype"] is None else f", a {content['scale_dtype']} a {content['scale_block']}"
     held = "unknown" if content["resident"] is None else f"{content['resident']:.1%}"
     lines = [
-        f"table     {content['source']} ({_shown_size(content['bytes'])})",
+        f"table     {content['source']} ({shown_size(content['bytes'])})",
         f"rows      {content['rows']} x {content['dim']} {content['dtype']}{scales}, {content['row_bytes']} bytes each",
         f"heads     {len(heads)}: {shown}",
         f"digests   {'yes' if content['digests'] else 'no'}",

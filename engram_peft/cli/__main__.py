@@ -1,0 +1,6 @@
+"""`python -m engram_peft.cli` is `engram-peft`."""
+
+from . import main
+
+
+main()
