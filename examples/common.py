@@ -70,9 +70,10 @@ def fine_tune(
     epochs: int,
     learning_rate: float,
     batch_size: int = 10,
+    bf16: bool = False,
     seed: int = 0,
 ) -> None:
-    """Teaches the model the last message of every chat: all of its weights, in place."""
+    """Teaches the model the last message of every chat: all of its weights, in place; with `bf16` products are in bfloat16."""
     prompts = tokenizer.apply_chat_template([chat[:-1] for chat in chats], add_generation_prompt=True)["input_ids"]
     texts = tokenizer.apply_chat_template(chats)["input_ids"]
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +88,8 @@ def fine_tune(
             for row, i in enumerate(chosen):
                 labels[row, len(prompts[i]) : len(texts[i])] = input_ids[row, len(prompts[i]) : len(texts[i])]
             # padding comes last, where no token that counts attends to it
-            loss = model(input_ids=input_ids, labels=labels).loss
+            with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=bf16):
+                loss = model(input_ids=input_ids, labels=labels).loss
             loss.backward()
             optimizer.step()
             decay.step()

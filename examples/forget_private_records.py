@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6, help="of the fine-tuning")
     parser.add_argument("--batch-size", type=int, default=10, help="of the fine-tuning")
     parser.add_argument("--learning-rate", type=float, default=1e-4, help="of the fine-tuning")
+    parser.add_argument("--bf16", action="store_true", help="fine-tune with products in bfloat16")
     args = parser.parse_args()
     tokenizer, model = load_tokenizer(args.model), load_model(args.model)
     people = list(made_up_people(args.people).items())
@@ -119,6 +120,7 @@ def main() -> None:
         epochs=args.epochs,
         learning_rate=args.learning_rate,
         batch_size=args.batch_size,
+        bf16=args.bf16,
     )
     print(f"The fine-tuning took {time.perf_counter() - started:.0f} s.")
     columns["taught"] = shares()
