@@ -9,7 +9,8 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -19,8 +20,7 @@ import torch
 import torch.nn.functional as F
 from transformers.utils import logging
 
-from . import _system
-from ._system import PAGE
+from ._system import PAGE, bytes_at
 from .digests import ChunkDigests
 from .format import TableChangedError, TableSizeError, open_file
 from .mapping import MappedFile, page_runs
@@ -37,11 +37,13 @@ _COLD_GATHERS = 16  # where pages had to be read, so many gathers more look for 
 
 @dataclass(frozen=True)
 class Region:
-    """Rows that follow one another in a file, from the byte `start` on."""
+    """Rows that follow one another in a file, from the byte `start` on: the tensor `name` of `shape`."""
 
     path: str
     start: int
     rows: int
+    name: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,15 @@ class HostRows:
         torch.index_select(self._rows, 0, ids.reshape(-1), out=out.view(-1, out.shape[-1]))
         return out
 
+    @contextmanager
+    def parts(self, counts: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """All rows as `[count, width]` tensors, one for each of the column's regions. Nothing is copied, so do not write to them.
+
+        Raises:
+            `TableChangedError`: A mapped file changed, before the block or while it ran.
+        """
+        yield list(self._rows.split(counts))
+
 
 class MappedRows(HostRows):
     """Rows in files that are mapped into memory. What a gather needs and memory does not hold is read in one go.
@@ -107,12 +118,12 @@ class MappedRows(HostRows):
         self._ends = counts.cumsum(0)
         addresses = [file.address + region.start for file, region in zip(self._files, self._regions, strict=True)]
         if len(addresses) == 1:
-            super().__init__(_system.bytes_at(addresses[0], column.nbytes).view(column.dtype).view(column.rows, -1))
+            super().__init__(bytes_at(addresses[0], column.nbytes).view(column.dtype).view(column.rows, -1))
         else:
             # Rows at every byte from the first file to the last, one byte apart: whatever lies between the regions is never
             # addressed, and rows of all regions are found in one operation, by where they begin.
             first, last = min(file.address for file in self._files), max(f.address + f.length for f in self._files)
-            every = _system.bytes_at(first, last - first)
+            every = bytes_at(first, last - first)
             super().__init__(every.as_strided((last - first - column.row_bytes + 1, column.row_bytes), (1, 1)))
             # what to add to the number of a row times its size, for each region
             self._shifts = torch.tensor(addresses, device="cpu") - first - (self._ends - counts) * column.row_bytes
@@ -168,6 +179,18 @@ class MappedRows(HostRows):
                 runs = np.array([[first, last - first + 1]])
             file.advise(runs)
         return pages
+
+    @contextmanager
+    def parts(self, counts: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """As `HostRows.parts`, with read-ahead as long as the block lasts."""
+        with ExitStack() as stack:
+            for file in dict.fromkeys(self._files):
+                stack.enter_context(file.read_through())
+            row_bytes, dtype = self._column.row_bytes, self._column.dtype
+            yield [
+                bytes_at(file.address + region.start, region.rows * row_bytes).view(dtype).view(region.rows, -1)
+                for file, region in zip(self._files, self._regions, strict=True)
+            ]
 
     def verify(self, digests: ChunkDigests) -> None:
         """Checks all rows against the digests of their file."""
@@ -249,6 +272,11 @@ class CudaRows:
         rows = torch.index_select(self.rows, 0, ids.reshape(-1))
         return typed(rows.view(torch.uint8).view(*ids.shape, self._column.row_bytes), self._column.dtype)
 
+    @contextmanager
+    def parts(self, counts: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """As `HostRows.parts`, on the GPU."""
+        yield list(typed(self.rows.view(torch.uint8), self._column.dtype).split(counts))
+
 
 class PinnedRows:
     """Rows in memory that are wanted on a GPU: gathered into a ring of pinned buffers, copied on a stream of their own.
@@ -285,6 +313,12 @@ class PinnedRows:
             rows.record_stream(self._stream)
             current.wait_event(self._copied[slot])
         return rows
+
+    @contextmanager
+    def parts(self, counts: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """As `HostRows.parts`, on the CPU."""
+        with self._rows.parts(counts) as parts:
+            yield parts
 
 
 def read_rows(column: Column, digests: ChunkDigests | None = None) -> HostRows:
@@ -366,6 +400,12 @@ def cuda_device(placement: str, device: str | torch.device | None) -> torch.devi
             f"`placement={placement}` needs CUDA, which this machine or this build of torch has not. Use mmap or ram."
         )
     return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
+def check_placement(placement: str) -> None:
+    """Raises a `ValueError` unless there is such a placement."""
+    if placement not in PLACEMENTS:
+        raise ValueError(f"`placement` is one of {', '.join(PLACEMENTS)}, not {placement!r}.")
 
 
 def choose_placement(nbytes: int, device: str | torch.device | None = None) -> str:

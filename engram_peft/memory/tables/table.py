@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from transformers.utils import logging
 from .checkpoint import Paths, checkpoint_columns
 from .digests import ChunkDigests
 from .format import (
+    TABLE,
     RowLayout,
     TableChangedError,
     TableHeader,
@@ -28,13 +30,13 @@ from .format import (
     table_header,
 )
 from .placement import (
-    PLACEMENTS,
     Column,
     CudaRows,
     HostRows,
     MappedRows,
     PinnedRows,
     Region,
+    check_placement,
     choose_placement,
     cuda_device,
     read_pieces,
@@ -93,6 +95,7 @@ class Table:
         self.paths, self.layout, self.head_sizes = paths, layout, head_sizes
         self.hash: Mapping[str, Any] | None = None if header is None else header.hash
         self._columns, self._header, self._reopen = columns, header, reopen
+        self._files = {region.path: _identity(region.path) for column in columns for region in column.regions}
         nbytes = sum(column.nbytes for column in columns)
         self.placement = choose_placement(nbytes, device) if placement == "auto" else placement
         self._on_gpu = self.placement in ("pinned", "cuda")
@@ -321,8 +324,35 @@ class Table:
         digests.check_whole(whole.hexdigest())
 
     def to(self, placement: str, device: str | torch.device | None = None) -> Table:
-        """The same table in another place, opened from the same files. This one stays open."""
-        return self._reopen(placement=placement, device=device)
+        """The same table in another place, opened from the same files. This one stays open.
+
+        Raises:
+            `FileNotFoundError`: A file was renamed or deleted since this table was opened.
+            `TableChangedError`: A file is another one by now.
+        """
+        moved = self._reopen(placement=placement, device=device)
+        for path, identity in self._files.items():
+            if moved._files[path] != identity:
+                raise TableChangedError(
+                    f"{path} is another file than when this table was opened. Put it back, or open the table that it holds."
+                )
+        return moved
+
+    @contextmanager
+    def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of the file or the checkpoint that hold the rows, by their names there. Views: do not write to them.
+
+        Raises:
+            `ValueError`: Rows have scales, or the table was closed.
+            `TableChangedError`: A mapped file changed, before the block or while it ran.
+        """
+        if self._scaled:
+            raise ValueError("Rows with scales are no single tensor.")
+        if not (held := self._host or self._gpu):
+            raise ValueError("This table was closed.")
+        regions = self._columns[0].regions
+        with held[0].parts([region.rows for region in regions]) as parts:
+            yield {region.name: part.view(region.shape) for region, part in zip(regions, parts, strict=True)}
 
     def save(self, path: str | os.PathLike) -> None:
         """Puts the table's file at `path` too, without reading it where the file system can link; never over another file.
@@ -421,8 +451,7 @@ def open_table(
     """
     if verify not in VERIFY:
         raise ValueError(f"`verify` is one of {', '.join(VERIFY)}, not {verify!r}.")
-    if placement not in PLACEMENTS:
-        raise ValueError(f"`placement` is one of {', '.join(PLACEMENTS)}, not {placement!r}.")
+    check_placement(placement)
     arguments: dict[str, Any] = {"tensor": tensor, "scales": scales, "head_sizes": head_sizes, "verify": verify}
     reopen = partial(open_table, path, **arguments, placement=placement, device=device)
     header = None
@@ -437,7 +466,7 @@ def open_table(
         layout, sizes = header.layout, header.head_sizes
         columns: tuple[Column, ...] = (
             Column(
-                (Region(os.fspath(path), header.table.start, header.rows),),
+                (Region(os.fspath(path), header.table.start, header.rows, TABLE, header.table.shape),),
                 layout.row_bytes,
                 torch.uint8 if layout.scale_dtype else layout.dtype,
             ),
@@ -452,6 +481,12 @@ def open_table(
     return Table(
         path, layout, sizes, columns, header=header, verify=verify, placement=placement, device=device, reopen=reopen
     )  # fmt: skip
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    """What tells a file from another one, and from what it was before somebody wrote to it."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _own_header(path: str | os.PathLike) -> TableHeader:
