@@ -6,7 +6,8 @@ the PEFT adapter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .layer import NgramMemory
 from .reach import carried_reach, token_reach
 from .spec import NgramMemorySpec
 from .state import DecodingState, decoding_state
+from .tables.modules import MappedModule
 
 
 class TokenStream:
@@ -45,9 +47,27 @@ class TokenStream:
         self._state = state
         self._rows = {} if rows is None else dict(zip(spec.layer_ids, rows.unbind(2), strict=True))
         self._conv_inputs: dict[int, torch.Tensor] = {}
+        self._asked: dict[int, Future[int]] = {}
+
+    def prefetch(self, memories: Iterable[NgramMemory]) -> None:
+        """Has the rows of memories with tables on disk read, on a thread of its own, in the order in which they will be needed.
+
+        What is hashed for that is not hashed again.
+        """
+        if torch.compiler.is_compiling():
+            return
+        for memory in memories:
+            if not isinstance(memory.table, MappedModule) or memory.table.table.placement != "mmap":
+                continue
+            device = memory.hash.multipliers.device
+            if (rows := self._rows.get(memory.layer_id)) is None:
+                rows = self._rows[memory.layer_id] = memory.hash(self.ids.to(device), self.reach.to(device))
+            self._asked[memory.layer_id] = memory.table.prefetch(rows)
 
     def recall(self, memory: NgramMemory, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `memory` adds to `hidden_states`."""
+        if (asked := self._asked.pop(memory.layer_id, None)) is not None:
+            asked.result()  # does not wait for the disk, but raises what went wrong
         past = None if self._state is None else self._state.past_conv(memory.layer_id)
         device = hidden_states.device  # layers may lie on several
         rows = self._rows.get(memory.layer_id)
