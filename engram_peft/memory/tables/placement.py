@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers.utils import logging
 
 from ._system import PAGE, bytes_at
@@ -31,7 +29,6 @@ _READ_BYTES = 16 * 2**20
 _SHOW_PROGRESS_BYTES = 2**30
 _RING = 4  # copies to the GPU that may be under way at once
 _SAMPLED_PAGES = 16
-_QUICK_TAKE, _QUICK_ROW = 100_000, 100  # nanoseconds that taking rows from memory stays below, and more for every row
 _COLD_GATHERS = 16  # where pages had to be read, so many gathers more look for missing ones first
 
 
@@ -70,6 +67,8 @@ class HostRows:
         rows (`torch.Tensor`): `[rows, width]`, all of a column.
     """
 
+    looks = 0  # how many of the next gathers look for missing pages first
+
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
 
@@ -80,7 +79,7 @@ class HostRows:
             `IndexError`: An id is not a row of the table.
         """
         if out is None:
-            return F.embedding(ids, self._rows)
+            return torch.embedding(self._rows, ids)
         torch.index_select(self._rows, 0, ids.reshape(-1), out=out.view(-1, out.shape[-1]))
         return out
 
@@ -128,7 +127,9 @@ class MappedRows(HostRows):
             # what to add to the number of a row times its size, for each region
             self._shifts = torch.tensor(addresses, device="cpu") - first - (self._ends - counts) * column.row_bytes
         self._digests = digests
-        self._looks = 1  # how many of the next gathers look for missing pages first
+        self._is_plain = digests is None and len(column.regions) == 1
+        self._check = self._files[0].check
+        self.looks = 1
 
     def take(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """As `HostRows.take`.
@@ -138,25 +139,22 @@ class MappedRows(HostRows):
             `TableDigestError`: A chunk is not what was written.
             `TableChangedError`: A file changed since it was opened, so what was read from it may be anything.
         """
-        if self._looks > 0 or self._digests is not None or len(self._regions) > 1:
+        if self.looks > 0 or not self._is_plain:
             ids = self._in_range(ids)
-        if self._looks > 0:
-            self._read_ahead(ids.numpy())
-        if self._digests is not None:
-            self._check_chunks(self._digests, self._digests.unchecked(ids.numpy()))
-        started = time.perf_counter_ns()
-        if len(self._regions) == 1:
-            rows = super().take(ids, out)
-            self._files[0].check()
-        else:
-            rows = self._take_from_regions(ids, out)
-        if time.perf_counter_ns() - started > _QUICK_TAKE + _QUICK_ROW * ids.numel():
-            self._looks = max(self._looks, 1)  # pages may have been read, so the next gather looks first
+            if self.looks > 0:
+                self._read_ahead(ids.numpy())
+            if self._digests is not None:
+                self._check_chunks(self._digests, self._digests.unchecked(ids.numpy()))
+            if len(self._regions) > 1:
+                return self._take_from_regions(ids, out)
+        # A few rows take two microseconds, of which a call more is a tenth: so what `HostRows.take` does is written again.
+        rows = torch.embedding(self._rows, ids) if out is None else super().take(ids, out)
+        self._check()
         return rows
 
     def _take_from_regions(self, ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         owners = torch.searchsorted(self._ends, ids, right=True)
-        found = F.embedding(ids * self._column.row_bytes + self._shifts[owners], self._rows)
+        found = torch.embedding(self._rows, ids * self._column.row_bytes + self._shifts[owners])
         for file in {self._files[region] for region in set(owners.reshape(-1).tolist())}:
             file.check()
         found = typed(found, self._column.dtype)
@@ -171,8 +169,11 @@ class MappedRows(HostRows):
 
     def prefetch(self, ids: np.ndarray) -> int:
         """Asks for the pages of rows to be read, without waiting. Returns how many pages these are."""
+        return self._ask(self._runs(ids))
+
+    def _ask(self, wanted: Iterable[tuple[MappedFile, Region, np.ndarray]]) -> int:
         pages = 0
-        for file, region, runs in self._runs(ids):
+        for file, region, runs in wanted:
             first, last = region.start // PAGE, (region.start + region.rows * self._column.row_bytes - 1) // PAGE
             pages += (asked := int(runs[:, 1].sum()))
             if 4 * asked > last - first + 1 and len(runs) > 1:  # then one sequential read is quicker than many
@@ -228,14 +229,14 @@ class MappedRows(HostRows):
 
     def _read_ahead(self, ids: np.ndarray) -> None:
         """Reads ahead if a sample of the pages says that there is something to read, or nobody can say."""
-        known, missing = True, False
-        for file, _, runs in self._runs(ids):
+        known, missing, wanted = True, False, list(self._runs(ids))
+        for file, _, runs in wanted:
             sample = runs[:: 1 + len(runs) // _SAMPLED_PAGES]
             resident = file.are_resident(sample.sum(axis=1) - 1)
             known, missing = known and resident is not None, missing or not resident
         if missing:
-            self.prefetch(ids)
-        self._looks = _COLD_GATHERS if missing and known else self._looks - 1
+            self._ask(wanted)
+        self.looks = _COLD_GATHERS if missing and known else self.looks - 1
 
     def _runs(self, ids: np.ndarray) -> Iterator[tuple[MappedFile, Region, np.ndarray]]:
         """The page runs of rows in each region that holds some of them."""

@@ -47,6 +47,7 @@ from .prefetch import in_background
 from .stats import Counters, TableStats
 
 
+_QUICK_GATHER, _QUICK_ROW = 100_000, 100  # nanoseconds that a gather from memory stays below, and more for every row
 VERIFY = ("size", "lazy", "full")
 logger = logging.get_logger(__name__)
 
@@ -166,13 +167,13 @@ class Table:
             `TableChangedError`: A mapped file changed since it was opened.
         """
         started = time.perf_counter_ns()
-        columns = self._host
+        columns, looked = self._host, 0
         if self._on_gpu:
             rows = self._decoded(self._taken_on_gpu(ids))
         elif not columns:
             raise ValueError("This table was closed.")
         else:
-            where = self._flat(ids)
+            where, looked = self._flat(ids), columns[0].looks
             target = None  # where rows can be put at once
             if out is not None and out.is_cpu and out.is_contiguous() and not self._scaled:
                 self._check_out(target := out, ids.shape)
@@ -184,7 +185,11 @@ class Table:
                     rows = columns[0].take(where, target)
             except IndexError:
                 raise self._outside(ids) from None
-        self._counters.add_gather(ids.numel(), time.perf_counter_ns() - started)
+        count, waited = ids.numel(), time.perf_counter_ns() - started
+        self._counters.add_gather(count, waited)
+        if not looked and waited > _QUICK_GATHER + _QUICK_ROW * count:
+            for column in columns:
+                column.looks = 1  # pages may have been read, so the next gather looks for missing ones first
         if out is None or rows is out:
             return rows
         if isinstance(rows, ScaledRows):
@@ -245,12 +250,13 @@ class Table:
             ids = ids.cpu()
         if self._offsets is None:
             return ids
-        if ids.ndim == 0 or ids.shape[-1] != self._heads:
-            raise self._wrong_heads(ids)
-        inside = torch.clamp(ids, self._zeros, self._last)
-        if not torch.equal(inside, ids):
-            raise self._outside(ids)
-        return inside + self._offsets
+        try:
+            inside = torch.clamp(ids, self._zeros, self._last)
+        except RuntimeError:
+            raise self._wrong_heads(ids) from None
+        if not inside.equal(ids):  # also where ids were broadcast to the heads
+            raise self._outside(ids) if ids.shape[-1:] == inside.shape[-1:] else self._wrong_heads(ids)
+        return inside.add_(self._offsets)
 
     def _check_rows(self, where: torch.Tensor, ids: torch.Tensor) -> None:
         """Raises an `IndexError` if row numbers of the whole table are none."""
