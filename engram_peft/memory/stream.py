@@ -50,19 +50,20 @@ class TokenStream:
         self._asked: dict[int, Future[int]] = {}
 
     def prefetch(self, memories: Iterable[NgramMemory]) -> None:
-        """Has the rows of memories with tables on disk read, on a thread of its own, in the order in which they will be needed.
+        """Has the rows of memories read that are on disk, on a thread of its own, in the order in which they will be needed.
 
         What is hashed for that is not hashed again.
         """
         if torch.compiler.is_compiling():
             return
         for memory in memories:
-            if not isinstance(memory.table, MappedModule) or memory.table.table.placement != "mmap":
+            table = memory.table.table if isinstance(memory.table, MappedModule) else None
+            if table is None or not table.worth_prefetching(self.reach.numel() * memory.spec.n_tables):
                 continue
             device = memory.hash.multipliers.device
             if (rows := self._rows.get(memory.layer_id)) is None:
                 rows = self._rows[memory.layer_id] = memory.hash(self.ids.to(device), self.reach.to(device))
-            self._asked[memory.layer_id] = memory.table.prefetch(rows)
+            self._asked[memory.layer_id] = table.prefetch(rows)
 
     def recall(self, memory: NgramMemory, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `memory` adds to `hidden_states`."""

@@ -6,8 +6,6 @@ accelerate moves.
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import torch
 from torch import nn
 
@@ -61,10 +59,6 @@ class MappedModule(nn.Module):
         """Freezes the rows, or says that they should be trained, which makes `train()` an error."""
         self.freeze = not requires_grad
         return self
-
-    def prefetch(self, ids: torch.Tensor) -> Future[int]:
-        """See `Table.prefetch`; `ids` as for `forward`."""
-        return self.table.prefetch(ids)
 
     @torch.compiler.disable
     def _rows(self, ids: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _READ_BYTES = 16 * 2**20
 _SHOW_PROGRESS_BYTES = 2**30
 _RING = 4  # copies to the GPU that may be under way at once
 _SAMPLED_PAGES = 16
+_PROBED_ROWS = 8
+QUICK_GATHER = 200_000  # nanoseconds that a gather of few rows from memory stays below, in a process that does other things
 _COLD_GATHERS = 16  # where pages had to be read, so many gathers more look for missing ones first
 
 
@@ -82,6 +85,9 @@ class HostRows:
             return torch.embedding(self._rows, ids)
         torch.index_select(self._rows, 0, ids.reshape(-1), out=out.view(-1, out.shape[-1]))
         return out
+
+    def probe(self, ids: torch.Tensor) -> None:
+        """Finds out whether rows `ids`, which are many, are in memory. These are."""
 
     @contextmanager
     def parts(self, counts: Sequence[int]) -> Iterator[list[torch.Tensor]]:
@@ -151,6 +157,21 @@ class MappedRows(HostRows):
         rows = torch.embedding(self._rows, ids) if out is None else super().take(ids, out)
         self._check()
         return rows
+
+    def probe(self, ids: torch.Tensor) -> None:
+        """Takes a few of the rows `ids`; if that is slow, pages are missing, and the next `take` looks for them first.
+
+        Raises:
+            `IndexError`: An id is not a row of the table.
+        """
+        started = time.perf_counter_ns()
+        sample = ids.reshape(-1)[:: -(-ids.numel() // _PROBED_ROWS)]
+        if len(self._regions) == 1:
+            torch.embedding(self._rows, sample)
+        else:
+            self._take_from_regions(self._in_range(sample), None)
+        if time.perf_counter_ns() - started > QUICK_GATHER:
+            self.looks = max(self.looks, 1)
 
     def _take_from_regions(self, ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         owners = torch.searchsorted(self._ends, ids, right=True)
@@ -240,8 +261,11 @@ class MappedRows(HostRows):
 
     def _runs(self, ids: np.ndarray) -> Iterator[tuple[MappedFile, Region, np.ndarray]]:
         """The page runs of rows in each region that holds some of them."""
-        flat, row_bytes = np.sort(ids.reshape(-1)), self._column.row_bytes
-        ends = self._ends.numpy()
+        flat, row_bytes = ids.reshape(-1), self._column.row_bytes
+        if len(self._regions) == 1:
+            yield self._files[0], self._regions[0], page_runs(self._regions[0].start + flat * row_bytes, row_bytes)
+            return
+        flat, ends = np.sort(flat), self._ends.numpy()
         cuts = np.searchsorted(flat, ends).tolist()
         for number in np.unique(np.searchsorted(ends, flat, side="right")).tolist():
             file, region = self._files[number], self._regions[number]

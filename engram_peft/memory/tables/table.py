@@ -30,6 +30,7 @@ from .format import (
     table_header,
 )
 from .placement import (
+    QUICK_GATHER,
     Column,
     CudaRows,
     HostRows,
@@ -47,7 +48,8 @@ from .prefetch import in_background
 from .stats import Counters, TableStats
 
 
-_QUICK_GATHER, _QUICK_ROW = 100_000, 100  # nanoseconds that a gather from memory stays below, and more for every row
+_QUICK_ROW = 100  # nanoseconds that one row more takes at most, from memory
+_MANY_ROWS = 1024  # cost more if they are missing, one after the other, than finding out
 VERIFY = ("size", "lazy", "full")
 logger = logging.get_logger(__name__)
 
@@ -167,7 +169,7 @@ class Table:
             `TableChangedError`: A mapped file changed since it was opened.
         """
         started = time.perf_counter_ns()
-        columns, looked = self._host, 0
+        columns, looked, count = self._host, 0, ids.numel()
         if self._on_gpu:
             rows = self._decoded(self._taken_on_gpu(ids))
         elif not columns:
@@ -179,17 +181,20 @@ class Table:
                 self._check_out(target := out, ids.shape)
                 self._check_rows(where, ids)
             try:
+                if count >= _MANY_ROWS and looked <= 0:
+                    for column in columns:
+                        column.probe(where)
                 if self._scaled:
                     rows = self._decoded([column.take(where) for column in columns])
                 else:
                     rows = columns[0].take(where, target)
             except IndexError:
                 raise self._outside(ids) from None
-        count, waited = ids.numel(), time.perf_counter_ns() - started
+        waited = time.perf_counter_ns() - started
         self._counters.add_gather(count, waited)
-        if not looked and waited > _QUICK_GATHER + _QUICK_ROW * count:
+        if not looked and waited > QUICK_GATHER + _QUICK_ROW * count:
             for column in columns:
-                column.looks = 1  # pages may have been read, so the next gather looks for missing ones first
+                column.looks = max(column.looks, 1)  # pages may have been read, so the next gather looks for missing ones first
         if out is None or rows is out:
             return rows
         if isinstance(rows, ScaledRows):
@@ -218,8 +223,10 @@ class Table:
             What says when it was asked for, and for how many pages; 0 where nothing is on disk. Nobody needs to wait for it.
         """
         where = self._flat(ids)
-        self._check_rows(where, ids)
-        rows = where.numpy().copy()  # the caller may change its ids before the thread comes to them
+        if self._heads == 1:  # nobody has looked yet; and the caller may change its ids before the thread comes to them
+            self._check_rows(where, ids)
+            where = where.clone()
+        rows = where.numpy()
         mapped = [column for column in self._host if isinstance(column, MappedRows)]
         if not mapped:
             done: Future[int] = Future()
@@ -232,6 +239,13 @@ class Table:
             return pages
 
         return in_background(ask)
+
+    def worth_prefetching(self, count: int) -> bool:
+        """Whether to `prefetch` so many rows: not those that are in memory, as few are when gathers were quick lately.
+
+        To ask for few rows takes longer than to gather them when they are there.
+        """
+        return self.placement == "mmap" and (count >= _MANY_ROWS or any(column.looks > 0 for column in self._host))
 
     def raw_rows(self, start: int, stop: int) -> np.ndarray:
         """The bytes of rows `start` to `stop`, counted over all heads, as a file of one table holds them: uint8 `[n, row_bytes]`."""

@@ -384,6 +384,7 @@ def asked(monkeypatch):
             return own_way(self, ids, *args)
 
         monkeypatch.setattr(Table, kind, note)
+    monkeypatch.setattr(Table, "worth_prefetching", lambda self, count: self.placement == "mmap")  # warm or not
     return events
 
 
