@@ -47,7 +47,7 @@ class TokenStream:
         self._state = state
         self._rows = {} if rows is None else dict(zip(spec.layer_ids, rows.unbind(2), strict=True))
         self._conv_inputs: dict[int, torch.Tensor] = {}
-        self._asked: dict[int, Future[int]] = {}
+        self._asked: list[Future[int]] = []
 
     def prefetch(self, memories: Iterable[NgramMemory]) -> None:
         """Has the rows of memories read that are on disk, on a thread of its own, in the order in which they will be needed.
@@ -63,12 +63,10 @@ class TokenStream:
             device = memory.hash.multipliers.device
             if (rows := self._rows.get(memory.layer_id)) is None:
                 rows = self._rows[memory.layer_id] = memory.hash(self.ids.to(device), self.reach.to(device))
-            self._asked[memory.layer_id] = table.prefetch(rows)
+            self._asked.append(table.prefetch(rows))
 
     def recall(self, memory: NgramMemory, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `memory` adds to `hidden_states`."""
-        if (asked := self._asked.pop(memory.layer_id, None)) is not None:
-            asked.result()  # does not wait for the disk, but raises what went wrong
         past = None if self._state is None else self._state.past_conv(memory.layer_id)
         device = hidden_states.device  # layers may lie on several
         rows = self._rows.get(memory.layer_id)
@@ -82,7 +80,11 @@ class TokenStream:
         """Writes this call's tokens into the decoding state, once nothing can fail any more.
 
         Not before: masks of hybrid backbones ask the cache whether its last linear layer has seen anything.
+
+        Raises what went wrong on the thread of `prefetch`. Layers do not wait for it, they would only wait longer.
         """
+        for asked in self._asked:
+            asked.result()
         if self._state is not None:
             self._state.append_tokens(*self._new)
             for layer_id, conv_inputs in self._conv_inputs.items():

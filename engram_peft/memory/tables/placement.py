@@ -31,7 +31,9 @@ _SHOW_PROGRESS_BYTES = 2**30
 _RING = 4  # copies to the GPU that may be under way at once
 _SAMPLED_PAGES = 16
 _PROBED_ROWS = 8
-QUICK_GATHER = 200_000  # nanoseconds that a gather of few rows from memory stays below, in a process that does other things
+QUICK_GATHER = (
+    200_000  # nanoseconds that a gather of few rows from memory stays below, in a process that does other things
+)
 _COLD_GATHERS = 16  # where pages had to be read, so many gathers more look for missing ones first
 
 

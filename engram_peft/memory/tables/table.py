@@ -194,7 +194,9 @@ class Table:
         self._counters.add_gather(count, waited)
         if not looked and waited > QUICK_GATHER + _QUICK_ROW * count:
             for column in columns:
-                column.looks = max(column.looks, 1)  # pages may have been read, so the next gather looks for missing ones first
+                column.looks = max(
+                    column.looks, 1
+                )  # pages may have been read, so the next gather looks for missing ones first
         if out is None or rows is out:
             return rows
         if isinstance(rows, ScaledRows):
@@ -223,7 +225,9 @@ class Table:
             What says when it was asked for, and for how many pages; 0 where nothing is on disk. Nobody needs to wait for it.
         """
         where = self._flat(ids)
-        if self._heads == 1:  # nobody has looked yet; and the caller may change its ids before the thread comes to them
+        if (
+            self._heads == 1
+        ):  # nobody has looked yet; and the caller may change its ids before the thread comes to them
             self._check_rows(where, ids)
             where = where.clone()
         rows = where.numpy()
