@@ -111,6 +111,7 @@ def load_with_tables(
         ```
     """
     files = model_files(name, **{key: kwargs[key] for key in LOADING_OPTIONS if key in kwargs})
+    kwargs.pop("force_download", None)  # has happened, and once more would replace the files
 
     def with_tables(self: Model, config: Any, *args: Any, **options: Any) -> None:
         model_class.__init__(self, config, *args, **options)

@@ -257,6 +257,7 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             check_placement(table_placement)
             options = {name: kwargs[name] for name in LOADING_OPTIONS if name in kwargs}
             kwargs["table_files"] = model_files(pretrained_model_name_or_path, **options)
+            kwargs.pop("force_download", None)  # has happened, and once more would replace the files
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(name for name in info["missing_keys"] if name.startswith(("memories.", "token_map")))
         if missing and not model.config._new_memories and not output_loading_info:
