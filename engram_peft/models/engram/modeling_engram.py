@@ -322,8 +322,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         memories: dict[str, Any] = dict(self.memories.items())
         mapped = self._mapped_tables()
         if placement == "parameter":
-            for layer in mapped:
-                memories[layer].table = as_parameter(memories[layer])
+            for layer, table in {layer: as_parameter(memories[layer]) for layer in mapped}.items():
+                memories[layer].table = table
             return self
         check_placement(placement)
         tables = {layer: module.table for layer, module in mapped.items()}

@@ -367,6 +367,7 @@ def test_a_file_that_changes_while_it_is_served(folder, tmp_path_factory):
         with pytest.raises(TableChangedError, match=path.name):
             attempt()
     assert not elsewhere.exists()
+    assert all(isinstance(memory.table, MappedMultiHeadEmbedding) for memory in model.memories.values())
     assert same_logits(moved, shared())
 
 
