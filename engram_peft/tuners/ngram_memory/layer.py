@@ -294,6 +294,8 @@ class TokenFeed:
         }
         if self.adapter_names is not None:
             self._rows = {name: _rows_for(name, self.adapter_names, token_ids) for name in adapters}
+        for name, stream in streams.items():
+            stream.prefetch(layer.memory_of(name) for layer in self.layers if name in layer.ngram_memory_layer)
         self._streams = streams
 
     def _token_map(self, adapter_name: str) -> torch.Tensor | None:
