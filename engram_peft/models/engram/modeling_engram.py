@@ -27,6 +27,7 @@ from ...memory.stream import TokenStream, decoder_layers, open_stream, token_ids
 from ...memory.token_map import check_token_map, grow_token_map
 from .configuration_engram import EngramLMConfig
 from .remote_code import is_remote_code
+from .tensor_parallel import TABLE_BY_ROW
 
 
 if is_accelerate_available():  # without it there is no device map
@@ -78,6 +79,7 @@ class EngramPreTrainedModel(PreTrainedModel):
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NgramMemory"]  # the backbone's are added when the model is made
+    _tp_plan = {"memories.*.table": TABLE_BY_ROW}  # and the plan of the backbone
     _no_placement_params = ["table.weight"]  # a table that fits on no accelerator stays in host memory
     # What attention and experts can do is up to the backbone, which checks again.
     _supports_flash_attn = True
