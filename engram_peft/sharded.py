@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -29,6 +31,18 @@ def overwrite(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
         parameter.to_local().copy_(new.to_local())
     else:
         parameter.copy_(new)
+
+
+@torch.no_grad()
+def share_first(tensors: Iterable[torch.Tensor], neighbours: Iterable[torch.Tensor]) -> None:
+    """Makes tensors that were drawn at random the same on all processes, if a neighbour of theirs lies on several."""
+    mesh = next((neighbour.device_mesh for neighbour in neighbours if isinstance(neighbour, DTensor)), None)
+    if mesh is None:
+        return
+    for tensor in tensors:
+        if not tensor.is_meta:
+            of_first = distribute_tensor(tensor.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim)
+            tensor.copy_(of_first.to_local())
 
 
 # ---------------------------------------------------------------------------------------------- row-parallel layers

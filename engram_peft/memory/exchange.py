@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 
+@torch.compiler.disable
 def lookup(weight: DTensor, ids: torch.Tensor, sparse: bool) -> torch.Tensor:
     """The rows of a table that lies on several processes; all of them have to call this.
 

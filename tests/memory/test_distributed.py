@@ -240,3 +240,38 @@ def _gathered_by_fsdp(rank: int) -> None:
 
 def test_tables_that_fsdp_gathers_as_wholes_are_trained_too():
     on_processes(2, _gathered_by_fsdp)
+
+
+class Counted:
+    """How many bytes a collective was given, over all calls."""
+
+    total = 0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.call = getattr(dist, name)
+        monkeypatch.setattr(dist, name, self)
+
+    def __call__(self, out: torch.Tensor, given: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        Counted.total += out.nbytes + given.nbytes
+        return self.call(out, given, *args, **kwargs)
+
+
+def _count(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_to_all_single", "all_gather_into_tensor"):
+            Counted(patch, name)
+        for placement in PLACEMENTS:
+            table = NgramTable((100_000,), 8)
+            distribute_tables(table, mesh, placement)
+            table.sparse = True
+            Counted.total = 0
+            rows = torch.randint(0, 100_000, (16, 1), generator=torch.Generator().manual_seed(rank))
+            table(rows).sum().backward()
+            rows_there_and_back = 2 * 2 * 2 * 16 * 8 * 4
+            ids = 2 * 2 * 2 * 16 * 8
+            assert 0 < Counted.total < rows_there_and_back + ids + 200 < 0.01 * table.weight.nbytes
+
+
+def test_what_is_sent_is_as_large_as_what_is_read():
+    on_processes(2, _count)

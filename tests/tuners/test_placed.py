@@ -5,11 +5,12 @@ from __future__ import annotations
 import accelerate
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model
 from torch import nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
@@ -179,6 +180,14 @@ def test_sharded_models_are_edited_merged_and_unmerged(mesh, tiny_model, tokeniz
         model.disable_adapter_layers() if shard is parallel else model.get_base_model().reshard()
         model.enable_adapter_layers() if shard is parallel else model.unmerge_adapter()
         assert torch.equal(logits(model, ids), before)
+
+
+def test_inputs_sharded_over_a_part_of_the_mesh_are_refused(mesh, tiny_model):
+    model = tiny_model("llama")
+    layer, both = model.model.layers[0].mlp.down_proj, init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "tp"))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), both, [Shard(0), Shard(1)]))
+    with pytest.raises(TypeError, match="along its input.*exclude_modules"):
+        get_peft_model(model, EngramConfig(target_modules=["down_proj"]))
 
 
 def test_sharded_weights_that_others_share_are_not_merged_into(mesh, tiny_model, tokenizer, ids):

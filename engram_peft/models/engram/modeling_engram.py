@@ -25,6 +25,7 @@ from ...memory.layer import BranchRMSNorm, DilatedConv, NgramMemory, NgramTable
 from ...memory.state import decoding_state
 from ...memory.stream import TokenStream, decoder_layers, open_stream, token_ids_of
 from ...memory.token_map import check_token_map, grow_token_map
+from ...sharded import share_first
 from .configuration_engram import EngramLMConfig
 from .remote_code import is_remote_code
 from .tensor_parallel import TABLE_BY_ROW
@@ -188,7 +189,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         finally:
             torch.set_default_dtype(default_dtype)
         for layer_id, device in devices.items():
-            model.memories[str(layer_id)].to(device)
+            memory: Any = model.memories[str(layer_id)].to(device)
+            share_first([memory.kv_proj.weight], backbone.parameters())
         model.train(backbone.training)
         model.generation_config = backbone.generation_config
         model._adopt_placement(devices)

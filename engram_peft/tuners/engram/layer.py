@@ -23,12 +23,11 @@ from torch.func import functional_call
 
 from ...editing.kinds import kind_of, unsupported
 from ...editing.weights import execution_device, float_weight, onloaded
-from ...sharded import gathered, overwrite
+from ...sharded import gathered, overwrite, share_first
 from .config import EngramConfig
 from .sharded import (
     mesh_of_input,
     shard_factors,
-    share_first,
     taken_from_bias,
     taken_out_of_slice,
 )
@@ -170,7 +169,8 @@ class EngramLayer(BaseTunerLayer):
         """Shards new factors as the base layer's input is; those drawn at random are made the same everywhere first."""
         modules = self.modules_of(adapter_name)
         if drawn:
-            share_first([tensor for module in modules for tensor in module.parameters()], self.get_base_layer())
+            base = self.get_base_layer().parameters(recurse=False)
+            share_first([tensor for module in modules for tensor in module.parameters()], base)
         if (mesh := self._row_parallel_mesh) is not None:
             shard_factors(*modules, self.in_features, mesh)
 

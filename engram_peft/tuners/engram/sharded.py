@@ -61,17 +61,6 @@ def shard_factors(
         module._parameters[name] = nn.Parameter(sharded, requires_grad=old.requires_grad)
 
 
-@torch.no_grad()
-def share_first(tensors: list[torch.Tensor], base: nn.Module) -> None:
-    """Gives all processes that a sharded layer lies on the values that the first of them has, as those drawn at random differ."""
-    weight = getattr(base, "weight", None)
-    if isinstance(weight, DTensor) and not weight.is_meta:
-        for tensor in tensors:
-            if not tensor.is_meta:
-                everywhere = [Replicate()] * weight.device_mesh.ndim
-                tensor.copy_(distribute_tensor(tensor.to(weight.device), weight.device_mesh, everywhere).to_local())
-
-
 # ---------------------------------------------------------------------------------------------- forward
 
 

@@ -462,7 +462,7 @@ def _weighted(tensors: list[torch.Tensor], weights: Sequence[float]) -> torch.Te
 
 
 def _whole_state(memory: NgramMemory) -> dict[str, torch.Tensor]:
-    state = dict(memory.state_dict())
+    state = {key: gathered(tensor) for key, tensor in memory.state_dict().items()}
     if (rows := state.pop("table.rows", None)) is not None:
         state["table.weight"] = unpacked(rows, state["table.weight"], sum(memory.spec.head_sizes(memory.layer_id)))
     return state

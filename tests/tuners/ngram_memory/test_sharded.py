@@ -18,6 +18,8 @@ from transformers.distributed import DistributedConfig
 
 from engram_peft import NgramMemoryConfig
 from engram_peft.memory import distribute_tables
+from engram_peft.models.engram import EngramForCausalLM, EngramLMConfig
+from engram_peft.sharded import gathered
 from engram_peft.training import create_optimizer
 
 from ...processes import on_processes
@@ -37,7 +39,7 @@ def new_base() -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config).eval()
 
 
-def new_adapter(base: PreTrainedModel) -> PeftModel:
+def new_adapter(base: PreTrainedModel, seed: int = 1) -> PeftModel:
     config = NgramMemoryConfig(
         layers_to_transform=[0, 1],
         vocab_size=101,
@@ -48,7 +50,7 @@ def new_adapter(base: PreTrainedModel) -> PeftModel:
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         return get_peft_model(base, config).eval()
 
 
@@ -137,6 +139,38 @@ def _tensor_parallel(rank: int, folder: Path) -> None:
             train(model, IDS)
             torch.testing.assert_close(logits(model), said["after"], rtol=1e-4, atol=1e-4)
             model.save_pretrained(folder / f"saved-{placement.dim}", is_main_process=rank == 0)
+
+
+def _added(rank: int, folder: Path) -> None:
+    """Memories that are drawn at random on every process: by the adapter, by the native model, by a sum of two."""
+    torch.manual_seed(rank)
+    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan="auto")
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", distributed_config=config)
+    native = EngramForCausalLM.from_backbone(
+        base, EngramLMConfig.from_backbone(base.config, engram_layer_ids=[1], engram_vocab_size=50)
+    )
+    assert same_everywhere(native.memories["1"].kv_proj.weight)
+    model = new_adapter(AutoModelForCausalLM.from_pretrained(folder / "base", distributed_config=config), seed=rank)
+    distribute_tables(model, base._device_mesh["tp"])
+    before = logits(model)
+    model.base_model.add_weighted_adapter(["default", "default"], [0.25, 0.75], "sum")
+    for name in ("default", "sum"):
+        for memory in model.base_model.memories(name).values():
+            assert all(same_everywhere(parameter) for parameter in memory.parameters())
+    model.set_adapter("sum")
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+
+
+def same_everywhere(tensor: torch.Tensor) -> bool:
+    tensor = gathered(tensor.detach()).contiguous()
+    first = tensor.clone()
+    dist.broadcast(first, 0)
+    return torch.equal(tensor, first)
+
+
+def test_memories_drawn_at_random_are_the_same_on_all_processes(tmp_path: Path):
+    new_base().save_pretrained(tmp_path / "base")
+    on_processes(2, _added, tmp_path)
 
 
 def test_tensor_parallel(tmp_path: Path):
