@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.nn.functional import pad
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -55,19 +58,56 @@ def row_parallel_mesh(weight: torch.Tensor | None) -> DeviceMesh | None:
     return None
 
 
-def as_slice_of_input(x: torch.Tensor, width: int, mesh: DeviceMesh) -> DTensor:
-    """What a row-parallel layer is given: a slice of its input `(..., width)`, unless it is as wide as the whole."""
-    if isinstance(x, DTensor):
-        return x
-    if x.shape[-1] == width and mesh.size() > 1:
-        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    shape = torch.Size((*x.shape[:-1], width))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+def bounds(size: int, mesh: DeviceMesh) -> list[int]:
+    """Where the part of every process starts along a sharded dimension, and where the last one ends."""
+    chunk = -(-size // mesh.size())  # as `torch.chunk` cuts, and so `DTensor`
+    return [min(chunk * rank, size) for rank in range(mesh.size() + 1)]
+
+
+def summed(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """The sum of what the processes have, from which all go on alike; so gradients, which all have as wholes, go straight through."""
+    return cast(torch.Tensor, _Summed.apply(part, mesh.get_group()))
+
+
+def with_summed_gradient(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """`x`, which all processes have, and of which each makes something else: the gradient is the sum of theirs."""
+    return cast(torch.Tensor, _SummedGradient.apply(x, mesh.get_group())) if x.requires_grad else x
 
 
 def whole_input(x: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
-    """The input of a layer, gathered from all processes if each has only a slice of it."""
-    if isinstance(layer, torch.nn.Linear) and (mesh := row_parallel_mesh(layer.weight)) is not None:
-        x = as_slice_of_input(x, layer.in_features, mesh)
-    return gathered(x)
+    """The input of a layer, joined from all processes if each has only a slice of it."""
+    mesh = row_parallel_mesh(layer.weight) if isinstance(layer, torch.nn.Linear) else None
+    if mesh is None or isinstance(x, DTensor) or x.shape[-1] == layer.in_features:
+        return gathered(x)
+    return joined(x, cast(int, layer.in_features), mesh)
+
+
+def joined(part: torch.Tensor, size: int, mesh: DeviceMesh) -> torch.Tensor:
+    """Slices `(..., n)` of all processes side by side, `(..., size)`."""
+    start = bounds(size, mesh)[mesh.get_local_rank()]
+    return summed(pad(part, (start, size - start - part.shape[-1])), mesh)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        total = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+class _SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

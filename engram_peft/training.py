@@ -294,7 +294,7 @@ def create_optimizer(
     optimizer = EngramOptimizer(groups, lr)
     for table in tables:
         # FSDP2 reduces dense gradients only
-        table.sparse = table.is_distributed or not isinstance(table.weight, DTensor)
+        table.sparse = table.is_distributed or not getattr(table, "_is_fsdp_managed_module", False)
     return optimizer
 
 

@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from ..sharded import bounds
+
 
 @torch.compiler.disable
 def lookup(weight: DTensor, ids: torch.Tensor, sparse: bool) -> torch.Tensor:
@@ -63,7 +65,7 @@ class _SameTokens(torch.autograd.Function):
         if isinstance(place, Replicate):
             return F.embedding(ids, local)
         if place.is_shard(0):
-            start = _starts(weight, 0)[mesh.get_local_rank()]
+            start = bounds(weight.shape[0], mesh)[mesh.get_local_rank()]
             held = (ids >= start) & (ids < start + len(local))
             rows = local.new_zeros(*ids.shape, weight.shape[1])
             rows[held] = local[ids[held] - start]
@@ -79,13 +81,13 @@ class _SameTokens(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[DTensor, None, None]:
         weight: DTensor = ctx.weight
         ids, values = ctx.saved_tensors[0].flatten(), gradient.flatten(0, -2)
-        place, rank = weight.placements[0], weight.device_mesh.get_local_rank()
+        mesh, place = weight.device_mesh, weight.placements[0]
         if place.is_shard(0):
-            start = _starts(weight, 0)[rank]
+            start = bounds(weight.shape[0], mesh)[mesh.get_local_rank()]
             held = (ids >= start) & (ids < start + len(weight.to_local()))
             ids, values = ids[held] - start, values[held]
         elif place.is_shard(1):
-            start = _starts(weight, 1)[rank]
+            start = bounds(weight.shape[1], mesh)[mesh.get_local_rank()]
             values = values[:, start : start + weight.to_local().shape[1]]
         return _gradient(weight, ids, values, ctx.sparse), None, None
 
@@ -103,7 +105,7 @@ class _OwnTokens(torch.autograd.Function):
             return local[ids]
         if place.is_shard(0):
             # ascending: what goes to one holder lies together
-            starts = torch.tensor(_starts(weight, 0), device=ids.device)
+            starts = torch.tensor(bounds(weight.shape[0], mesh), device=ids.device)
             asked = torch.diff(torch.searchsorted(ids, starts)).tolist()
             wanted, answered = _sent(ids, asked, group)
             wanted = wanted - starts[mesh.get_local_rank()]
@@ -131,13 +133,6 @@ class _OwnTokens(torch.autograd.Function):
 
 
 # ---------------------------------------------------------------------------------------------- what is sent
-
-
-def _starts(weight: DTensor, dim: int) -> list[int]:
-    """Where the part of every process starts along a sharded dimension, and where the last one ends."""
-    size, processes = weight.shape[dim], weight.device_mesh.size()
-    chunk = -(-size // processes)  # as `torch.chunk` cuts, and so `DTensor`
-    return [min(chunk * rank, size) for rank in range(processes + 1)]
 
 
 def _sent(rows: torch.Tensor, counts: list[int], group: Any) -> tuple[torch.Tensor, list[int]]:
@@ -186,14 +181,14 @@ def _joined(columns: torch.Tensor, counts: list[int], weight: DTensor) -> torch.
     group, width = weight.device_mesh.get_group(), columns.shape[1]
     parts, sizes = _sent(columns.flatten(), [count * width for count in counts], group)
     count = counts[weight.device_mesh.get_local_rank()]
-    widths = [end - start for start, end in pairwise(_starts(weight, 1))]
+    widths = [end - start for start, end in pairwise(bounds(weight.shape[1], weight.device_mesh))]
     pieces = zip(parts.split(sizes), widths, strict=True)
     return torch.cat([part.view(count, width) for part, width in pieces], dim=1)
 
 
 def _divided(rows: torch.Tensor, counts: list[int], weight: DTensor) -> torch.Tensor:
     """The reverse of `_joined`: this process's columns of the rows that all processes have."""
-    group, starts = weight.device_mesh.get_group(), _starts(weight, 1)
+    group, starts = weight.device_mesh.get_group(), bounds(weight.shape[1], weight.device_mesh)
     parts = [rows[:, start:end].flatten() for start, end in pairwise(starts)]
     columns, _ = _sent(torch.cat(parts), [len(part) for part in parts], group)
     return columns.view(sum(counts), weight.to_local().shape[1])

@@ -7,7 +7,7 @@ columns, which makes `A x` a sum over processes, and `B` by its rows. One reduct
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.functional import linear
 
 from ...editing.kinds import LayerKind
-from ...sharded import as_slice_of_input, gathered, row_parallel_mesh
+from ...sharded import bounds, gathered, joined, row_parallel_mesh, summed, with_summed_gradient
 
 
 def mesh_of_input(base: nn.Module, kind: LayerKind) -> DeviceMesh | None:
@@ -74,29 +74,42 @@ def taken_out_of_slice(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`B diag(strength) A x~` where every process has a slice of `x`, or all of it where the layer itself will cut it.
 
+    In tensors that are no `DTensor`s, with the sums over processes spelt out, forwards and backwards: inference mode knows no
+    `DTensor`s (torch 2.13).
+
     Returns:
-        The slice of what is taken out that belongs to `x`, and the share of the constant `(..., 1)`, if it has one.
+        What is taken out of `x`, in its shape, and the share of the constant `(..., 1)`, if it has one.
     """
-    given = as_slice_of_input(x, in_features, mesh)
-    narrow: Any  # a `DTensor`: torch's functions of them say `Tensor`
+    given, start, end = x, *bounds(in_features, mesh)[(rank := mesh.get_local_rank()) : rank + 2]
+    is_whole = not isinstance(x, DTensor) and x.shape[-1] == in_features and mesh.size() > 1
+    if isinstance(x, DTensor):
+        x = x.redistribute(placements=[Shard(-1)]).to_local()
+    elif is_whole:
+        x = with_summed_gradient(x, mesh)[..., start:end]
     if isinstance(a, nn.Linear):
-        # a sum over processes, reduced here, once
-        narrow = linear(given.redistribute(placements=[Shard(-1)]), a.weight)
-        narrow = narrow.redistribute(placements=[Replicate()])
-        narrow = narrow if a.bias is None else narrow + a.bias
+        narrow = summed(linear(x, _local(a.weight)), mesh)
+        narrow = narrow if a.bias is None else narrow + _local(a.bias)
     else:
-        narrow = given.redistribute(placements=[Replicate()])
-    # what follows gives every process a part of the gradient: going through here backwards adds them up
-    narrow = (narrow * strength).redistribute(placements=[Replicate()])
-    left: Any = b.weight
-    share = None
+        narrow = joined(x, in_features, mesh)
+    narrow = narrow * _local(strength)
+    left, share = b.weight, None
     if left.shape[0] > in_features:
-        share = cast(DTensor, linear(narrow, left[in_features:])).to_local()
-        left = left[:in_features]
-    parts = narrow.redistribute(placements=[Replicate()])
-    taken = cast(DTensor, linear(parts, left.redistribute(placements=[Shard(0)])))
-    taken = taken.redistribute(placements=given.placements)
-    return (taken if isinstance(x, DTensor) else taken.to_local()), share
+        share = linear(narrow, _local(left)[in_features:])
+        left = with_summed_gradient(_local(left), mesh)[start:end]
+    taken = linear(with_summed_gradient(narrow, mesh), _local(left))
+    if is_whole:
+        return joined(taken, in_features, mesh), share
+    if isinstance(given, DTensor):
+        sharded = DTensor.from_local(
+            taken, mesh, [Shard(-1)], run_check=False, shape=given.shape, stride=given.stride()
+        )
+        return sharded.redistribute(placements=given.placements), share
+    return taken, share
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What a process holds of a tensor, which may be sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def taken_from_bias(constant: torch.Tensor, bias: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
