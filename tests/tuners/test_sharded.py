@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
 
-from engram_peft import EngramConfig
+from engram_peft import EngramConfig, unlearn
 from engram_peft.sharded import gathered
 
 from ..processes import on_processes
@@ -25,7 +25,8 @@ from .adapters import close, edited, layers_of, logits
 
 
 IDS = torch.randint(7, 99, (3, 9), generator=torch.Generator().manual_seed(0))
-
+ITEMS = {"france": ("the capital of france is", " paris"), "italy": ("the capital of italy is", " rome")}
+KEPT = [("the capital of spain is", " madrid"), "the old red house on the long road"]
 # what extraction writes down: only with it may a layer have a factor of full width (rank 0)
 RECORD = dict.fromkeys(("target_rows", "total_rows", "target_texts", "total_texts", "mask", "scale", "cut"), 1)
 
@@ -193,15 +194,24 @@ def _parallelized(rank: int, folder: Path) -> None:
     check_gradients(model, folder)
 
 
-def _edited_in_parallel(rank: int, folder: Path, tokenizer: PreTrainedTokenizerBase, expected: torch.Tensor) -> None:
-    model = edited(tensor_parallel(folder), tokenizer, scale="adaptive")
-    assert close(logits(model, IDS), expected, 1e-4)
+def _edited(rank: int, folder: Path, tokenizer: PreTrainedTokenizerBase, expected: dict[str, torch.Tensor]) -> None:
+    def all_sharded() -> PreTrainedModel:
+        return fully_sharded(AutoModelForCausalLM.from_pretrained(folder / "base").eval())
+
+    for base in (lambda: tensor_parallel(folder), all_sharded):
+        model = edited(base(), tokenizer, scale="adaptive")
+        assert close(logits(model, IDS), expected["texts"], 1e-4)
+        assert close(logits(unlearn(base(), tokenizer, ITEMS, KEPT), IDS), expected["items"], 1e-4)
 
 
-def test_statistics_of_a_slice_of_the_input_are_those_of_the_whole(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+def test_sharded_models_are_edited_as_whole_ones(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):
+    """From texts and item by item; row-parallel layers see a slice of their input."""
     new_base().save_pretrained(tmp_path / "base")
-    expected = logits(edited(new_base(), tokenizer, scale="adaptive"), IDS)
-    on_processes(2, _edited_in_parallel, tmp_path, tokenizer, expected)
+    expected = {
+        "texts": logits(edited(new_base(), tokenizer, scale="adaptive"), IDS),
+        "items": logits(unlearn(new_base(), tokenizer, ITEMS, KEPT), IDS),
+    }
+    on_processes(2, _edited, tmp_path, tokenizer, expected)
 
 
 def test_modules_parallelized_by_torch_on_three_processes(tmp_path: Path):
@@ -243,6 +253,17 @@ def _fully_sharded(rank: int, folder: Path) -> None:
     logits(model, IDS)
     with pytest.raises(RuntimeError, match="gathered.*reshard"):
         model.merge_adapter()
+
+
+def _fully_sharded_by_transformers(rank: int, folder: Path) -> None:
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", distributed_config=config).eval()
+    check_as_on_one_process(PeftModel.from_pretrained(base, folder / "adapter").eval(), rank, folder)
+
+
+def test_fully_sharded_by_transformers(tmp_path: Path):
+    reference(tmp_path)
+    on_processes(2, _fully_sharded_by_transformers, tmp_path)
 
 
 @pytest.mark.parametrize("processes", [2, 3])

@@ -9,7 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -141,14 +146,18 @@ def check_trained(model: nn.Module, variant: str, muon: bool) -> dict[str, Any]:
     return found
 
 
-def _fully_sharded(rank: int, variant: str, placement: Placement, folder: Path) -> None:
+def fully_sharded(variant: str, placement: Placement) -> EngramForCausalLM:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for muon in (True, False):
-        model = new_model(variant)
-        tables = distribute_tables(model, mesh, placement)
-        for module in (*model.backbone.model.layers, *model.memories.values()):
-            fully_shard(module, mesh=mesh, ignored_params=tables)
-        fully_shard(model, mesh=mesh, ignored_params=tables)
+    model = new_model(variant)
+    tables = distribute_tables(model, mesh, placement)
+    for module in (*model.backbone.model.layers, *model.memories.values()):
+        fully_shard(module, mesh=mesh, ignored_params=tables)
+    return fully_shard(model, mesh=mesh, ignored_params=tables)
+
+
+def _fully_sharded(rank: int, variant: str, placement: Placement, folder: Path) -> None:
+    for muon in (True, False) if placement == Replicate() else (False,):
+        model = fully_sharded(variant, placement)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         train(model, own_texts(), new_optimizer(model, muon))
         state = check_trained(model, variant, muon)
@@ -170,6 +179,58 @@ def test_fully_sharded_training_is_that_of_one_process(tmp_path: Path, placement
     saved = EngramForCausalLM.from_pretrained(tmp_path)
     torch.testing.assert_close(logits(saved.eval()), logits(trained_alone(variant, muon=False)), rtol=1e-4, atol=1e-4)
     on_processes(3, _distributed_alike, tmp_path)
+
+
+def _train_half(rank: int, folder: Path) -> None:
+    model = fully_sharded("deepseek", Shard(0))
+    optimizer = new_optimizer(model, muon=False)
+    train(model, own_texts(), optimizer)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    states = get_state_dict(model, optimizer, options=whole)
+    if rank == 0:
+        torch.save(states, folder / "states.pt")
+
+
+def _train_the_rest(rank: int, folder: Path, placement: Placement) -> None:
+    model = fully_sharded("deepseek", placement)
+    optimizer = new_optimizer(model, muon=False)
+    states, steps = torch.load(folder / "states.pt", weights_only=True)
+    whole = StateDictOptions(full_state_dict=True)
+    set_state_dict(model, optimizer, model_state_dict=states, optim_state_dict=steps, options=whole)
+    train(model, own_texts(), optimizer)
+    alone = new_model()
+    optimizer = new_optimizer(alone)
+    train(alone, IDS, optimizer)
+    train(alone, IDS, optimizer)
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(gathered(model.state_dict()[name]), tensor, rtol=1e-5, atol=2e-6)
+
+
+def test_training_goes_on_with_another_number_of_processes(tmp_path: Path):
+    on_processes(2, _train_half, tmp_path)
+    on_processes(3, _train_the_rest, tmp_path, Shard(0))
+    on_processes(1, _train_the_rest, tmp_path, Shard(1))
+
+
+def _fully_sharded_by_transformers(rank: int, folder: Path) -> None:
+    """It knows no parameters to leave alone, so tables are gathered, and their gradients are dense."""
+    config = DistributedConfig(fsdp_size=dist.get_world_size())
+    model = EngramForCausalLM.from_pretrained(folder / "model", distributed_config=config).eval()
+    train(model, own_texts(), new_optimizer(model))
+    model.save_pretrained(folder / "saved", is_main_process=rank == 0)
+
+
+def test_fully_sharded_by_transformers(tmp_path: Path):
+    new_model().save_pretrained(tmp_path / "model")
+    on_processes(2, _fully_sharded_by_transformers, tmp_path)
+    alone = new_model()
+    optimizer = new_optimizer(alone)
+    for memory in alone.memories.values():
+        memory.table.sparse = False
+    train(alone, IDS, optimizer)
+    saved = EngramForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(saved[name], tensor, rtol=1e-6, atol=1e-6)
 
 
 def _replicated(rank: int) -> None:
