@@ -51,11 +51,20 @@ def share_first(tensors: Iterable[torch.Tensor], neighbours: Iterable[torch.Tens
 # ---------------------------------------------------------------------------------------------- row-parallel layers
 
 
-def row_parallel_mesh(weight: torch.Tensor | None) -> DeviceMesh | None:
-    """The processes that have a slice each of the input of a linear layer, by its weight `(out, in)`; `None` if all have all of it."""
-    if isinstance(weight, DTensor) and any(getattr(place, "dim", None) in (1, -1) for place in weight.placements):
-        return weight.device_mesh
-    return None
+def row_parallel_mesh(layer: torch.nn.Module) -> DeviceMesh | None:
+    """The processes that have a slice each of the input of a linear layer; `None` if all have all of it, as with FSDP2.
+
+    FSDP2 can shard weights along their input, too, but gathers them for a forward pass. As in PEFT, it is told from tensor
+    parallelism by the mesh, which is called `"fsdp"` or nothing.
+    """
+    weight = getattr(layer, "weight", None)
+    if not isinstance(layer, torch.nn.Linear) or not isinstance(weight, DTensor):
+        return None
+    if not any(getattr(place, "dim", None) in (1, -1) for place in weight.placements):
+        return None
+    mesh = weight.device_mesh
+    is_fsdp = getattr(layer, "_is_fsdp_managed_module", False) and set(mesh.mesh_dim_names or ()) <= {"fsdp"}
+    return None if is_fsdp else mesh
 
 
 def bounds(size: int, mesh: DeviceMesh) -> list[int]:
@@ -76,10 +85,8 @@ def with_summed_gradient(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
 
 def whole_input(x: torch.Tensor, layer: torch.nn.Module) -> torch.Tensor:
     """The input of a layer, joined from all processes if each has only a slice of it."""
-    mesh = row_parallel_mesh(layer.weight) if isinstance(layer, torch.nn.Linear) else None
-    if mesh is None or isinstance(x, DTensor) or x.shape[-1] == layer.in_features:
-        return gathered(x)
-    return joined(x, cast(int, layer.in_features), mesh)
+    mesh, width = row_parallel_mesh(layer), cast(int, getattr(layer, "in_features", x.shape[-1]))
+    return gathered(x) if mesh is None or isinstance(x, DTensor) or x.shape[-1] == width else joined(x, width, mesh)
 
 
 def joined(part: torch.Tensor, size: int, mesh: DeviceMesh) -> torch.Tensor:

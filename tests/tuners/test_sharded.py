@@ -12,7 +12,7 @@ from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.distributed import DistributedConfig
@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig
 from engram_peft import EngramConfig, unlearn
 from engram_peft.sharded import gathered
 
+from ..moe import moe_model
 from ..processes import on_processes
 from .adapters import close, edited, layers_of, logits
 
@@ -270,3 +271,45 @@ def test_fully_sharded_by_transformers(tmp_path: Path):
 def test_fully_sharded(tmp_path: Path, processes: int):
     reference(tmp_path, target_modules=["q_proj", "o_proj", "down_proj", "gate_proj", "embed_tokens"])
     on_processes(processes, _fully_sharded, tmp_path)
+
+
+def new_mixture() -> PeftModel:
+    """Random edits of experts, before anything is sharded."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        config = EngramConfig(task_type="CAUSAL_LM", init_weights=False, r=3, alpha=0.3)
+        return get_peft_model(moe_model("gpt_oss"), config).eval()
+
+
+def _fully_sharded_mixture(rank: int) -> None:
+    expected, model = new_mixture(), fully_sharded(new_mixture())
+    before = logits(model, IDS)
+    assert close(before, logits(expected, IDS), 1e-5)
+    reshard(model)
+    for each in (expected, model):
+        each.merge_adapter()
+    assert close(logits(model, IDS), logits(expected, IDS), 1e-5)
+    reshard(model)
+    for name, tensor in expected.named_parameters():
+        if "engram_" not in name:
+            assert torch.equal(gathered(model.get_parameter(name)), tensor), name
+    model.unmerge_adapter()
+    assert torch.equal(logits(model, IDS), before)
+
+
+def test_experts_of_a_fully_sharded_model():
+    """Weights and biases of experts, and a router."""
+    on_processes(2, _fully_sharded_mixture)
+
+
+def _sharded_along_the_input(rank: int, folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    base = AutoModelForCausalLM.from_pretrained(folder / "base").eval()
+    fully_shard(base, mesh=mesh, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1))
+    check_as_on_one_process(PeftModel.from_pretrained(base, folder / "adapter").eval(), rank, folder)
+
+
+def test_fully_sharded_along_the_input(tmp_path: Path):
+    """Weights look like those of row-parallel layers, but for the mesh."""
+    reference(tmp_path)
+    on_processes(2, _sharded_along_the_input, tmp_path)

@@ -25,12 +25,7 @@ from ...editing.kinds import kind_of, unsupported
 from ...editing.weights import execution_device, float_weight, onloaded
 from ...sharded import gathered, overwrite, share_first
 from .config import EngramConfig
-from .sharded import (
-    mesh_of_input,
-    shard_factors,
-    taken_from_bias,
-    taken_out_of_slice,
-)
+from .sharded import mesh_of_input, shard_factors, taken_from_bias, taken_out_of_slice
 from .stored import StoredWeight, check_can_be_replaced, quantization_backend, replace_weight
 
 
@@ -428,7 +423,7 @@ class EngramLayer(BaseTunerLayer):
             )
             return
         base = self.get_base_layer()
-        check_can_be_replaced(base, self.quantization_backend)
+        check_can_be_replaced(base, self.quantization_backend, self._base_names[0])
         merged = self.merged_adapters + adapter_names
         before = StoredWeight.of(base, self._base_names)
         try:

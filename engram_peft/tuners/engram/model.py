@@ -525,7 +525,7 @@ class EngramModel(BaseTuner):
         self._reshard()
         for layer in self.engram_layers().values():
             if any(name in layer.engram_A for name in (adapter_names or self.active_adapters)):
-                check_can_be_replaced(layer.get_base_layer(), layer.quantization_backend)
+                check_can_be_replaced(layer.get_base_layer(), layer.quantization_backend, layer._base_names[0])
         self._check_untied(adapter_names, untie)
 
     def _reshard(self) -> None:

@@ -25,7 +25,7 @@ def mesh_of_input(base: nn.Module, kind: LayerKind) -> DeviceMesh | None:
     Raises:
         `TypeError`: The layer is sharded over several dimensions of the mesh as well.
     """
-    mesh = row_parallel_mesh(base.weight) if isinstance(base, nn.Linear) and kind.rows_are_input else None
+    mesh = row_parallel_mesh(base) if kind.rows_are_input else None
     if mesh is not None and mesh.ndim > 1:
         raise TypeError(
             f"{type(base).__name__} is sharded along its input, and over several dimensions of {mesh}. Shard the layers of the adapter "

@@ -128,14 +128,15 @@ def quantization_backend(base: nn.Module, get_apply_tensor_subclass: Any | None)
     return backend
 
 
-def check_can_be_replaced(base: nn.Module, backend: Any | None) -> None:
+def check_can_be_replaced(base: nn.Module, backend: Any | None, name: str = "weight") -> None:
     """Raises a `TypeError` if no merged weight can be stored in the layer, a `RuntimeError` if none can be now."""
     remedy = "Keep the adapter unmerged, which needs no float weights and loses nothing"
-    if getattr(base, "_is_fsdp_managed_module", False) and not isinstance(getattr(base, "weight", None), DTensor):
-        raise RuntimeError(f"Cannot change the weight of {base} while FSDP holds it gathered. {RESHARD}")
+    weight = getattr(base, name, None)
+    if getattr(base, "_is_fsdp_managed_module", False) and not isinstance(weight, DTensor):
+        raise RuntimeError(f"Cannot change the {name} of {base} while FSDP holds it gathered. {RESHARD}")
     if backend is None:
         return
-    if isinstance(weight := getattr(base, "weight", None), DTensor):
+    if isinstance(weight, DTensor):
         raise TypeError(
             f"Cannot merge into a weight that is both quantised and sharded ({weight.placements}). {remedy}, or merge into an "
             "unsharded model."
