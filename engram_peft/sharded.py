@@ -60,9 +60,12 @@ def row_parallel_mesh(layer: torch.nn.Module) -> DeviceMesh | None:
     weight = getattr(layer, "weight", None)
     if not isinstance(layer, torch.nn.Linear) or not isinstance(weight, DTensor):
         return None
-    if not any(getattr(place, "dim", None) in (1, -1) for place in weight.placements):
+    along_input = [i for i, place in enumerate(weight.placements) if getattr(place, "dim", None) in (1, -1)]
+    if not along_input:
         return None
     mesh = weight.device_mesh
+    if mesh.ndim > 1 and mesh.mesh_dim_names is not None and len(along_input) == 1:
+        mesh = mesh[mesh.mesh_dim_names[along_input[0]]]
     is_fsdp = getattr(layer, "_is_fsdp_managed_module", False) and set(mesh.mesh_dim_names or ()) <= {"fsdp"}
     return None if is_fsdp else mesh
 

@@ -293,9 +293,16 @@ def create_optimizer(
     groups = [{"params": parameters, **options[name]} for name, parameters in divided.items() if parameters]
     optimizer = EngramOptimizer(groups, lr)
     for table in tables:
-        # FSDP2 reduces dense gradients only
-        table.sparse = table.is_distributed or not getattr(table, "_is_fsdp_managed_module", False)
+        table.sparse = not _is_reduced_by_fsdp(table)
     return optimizer
+
+
+def _is_reduced_by_fsdp(table: NgramTable) -> bool:
+    """Whether FSDP2 takes care of a table's gradient, of which it reduces dense ones only."""
+    if not getattr(table, "_is_fsdp_managed_module", False):
+        return False
+    # one that `distribute_tables` made is left to itself; one that is sharded further lies on a mesh of more dimensions
+    return not (table.is_distributed and isinstance(table.weight, DTensor) and table.weight.device_mesh.ndim == 1)
 
 
 def register_sparse_norm() -> None:

@@ -182,9 +182,9 @@ def test_sharded_models_are_edited_merged_and_unmerged(mesh, tiny_model, tokeniz
         assert torch.equal(logits(model, ids), before)
 
 
-def test_inputs_sharded_over_a_part_of_the_mesh_are_refused(mesh, tiny_model):
+def test_inputs_sharded_over_some_part_of_a_mesh_are_refused(mesh, tiny_model):
     model = tiny_model("llama")
-    layer, both = model.model.layers[0].mlp.down_proj, init_device_mesh("cpu", (1, 1), mesh_dim_names=("fsdp", "tp"))
+    layer, both = model.model.layers[0].mlp.down_proj, init_device_mesh("cpu", (1, 1))
     layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), both, [Shard(0), Shard(1)]))
     with pytest.raises(TypeError, match="along its input.*exclude_modules"):
         get_peft_model(model, EngramConfig(target_modules=["down_proj"]))

@@ -256,15 +256,17 @@ def _fully_sharded(rank: int, folder: Path) -> None:
         model.merge_adapter()
 
 
-def _fully_sharded_by_transformers(rank: int, folder: Path) -> None:
-    config = DistributedConfig(fsdp_size=dist.get_world_size())
+def _fully_sharded_by_transformers(rank: int, folder: Path, tp_size: int) -> None:
+    config = DistributedConfig(fsdp_size=2, tp_size=tp_size)
     base = AutoModelForCausalLM.from_pretrained(folder / "base", distributed_config=config).eval()
     check_as_on_one_process(PeftModel.from_pretrained(base, folder / "adapter").eval(), rank, folder)
 
 
-def test_fully_sharded_by_transformers(tmp_path: Path):
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_fully_sharded_by_transformers(tmp_path: Path, tp_size: int):
+    """Alone, and on top of tensor parallelism, where weights lie on a mesh of two dimensions."""
     reference(tmp_path)
-    on_processes(2, _fully_sharded_by_transformers, tmp_path)
+    on_processes(2 * tp_size, _fully_sharded_by_transformers, tmp_path, tp_size)
 
 
 @pytest.mark.parametrize("processes", [2, 3])

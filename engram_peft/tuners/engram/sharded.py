@@ -23,13 +23,13 @@ def mesh_of_input(base: nn.Module, kind: LayerKind) -> DeviceMesh | None:
     """The processes that have a slice each of the input of a row-parallel layer; `None` for any other layer.
 
     Raises:
-        `TypeError`: The layer is sharded over several dimensions of the mesh as well.
+        `TypeError`: It has not one slice a process of one dimension of the mesh.
     """
     mesh = row_parallel_mesh(base) if kind.rows_are_input else None
     if mesh is not None and mesh.ndim > 1:
         raise TypeError(
-            f"{type(base).__name__} is sharded along its input, and over several dimensions of {mesh}. Shard the layers of the adapter "
-            "with tensor parallelism alone, or leave this one out with `exclude_modules`."
+            f"{type(base).__name__} is sharded along its input over {mesh}, of which one dimension, with a name, should do that. Make the "
+            "mesh with `mesh_dim_names`, or leave the layer out with `exclude_modules`."
         )
     return mesh
 
