@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,9 @@ def on_processes(count: int, function: Callable[..., None], *args: Any) -> None:
 
 
 def _run(rank: int, count: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # spawned processes: transformers makes meshes of accelerators if there are any
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=count)
     try:

@@ -181,6 +181,20 @@ def test_fully_sharded_training_is_that_of_one_process(tmp_path: Path, placement
     on_processes(3, _distributed_alike, tmp_path)
 
 
+def _on_a_mesh_of_two_dimensions(rank: int, folder: Path, expected: torch.Tensor) -> None:
+    config = DistributedConfig(fsdp_size=2, tp_size=2)
+    model = EngramForCausalLM.from_pretrained(folder, distributed_config=config).eval()
+    create_optimizer(model, muon=False)
+    assert not any(memory.table.sparse for memory in model.memories.values())  # FSDP2 reduces dense gradients only
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_fully_sharded_on_top_of_tensor_parallelism(tmp_path: Path):
+    model = new_model()
+    model.save_pretrained(tmp_path)
+    on_processes(4, _on_a_mesh_of_two_dimensions, tmp_path, logits(model))
+
+
 def _train_half(rank: int, folder: Path) -> None:
     model = fully_sharded("deepseek", Shard(0))
     optimizer = new_optimizer(model, muon=False)
