@@ -37,7 +37,7 @@ def distribute_tables(model: nn.Module, mesh: DeviceMesh, placement: Placement |
         >>> mesh = init_device_mesh("cuda", (world_size,))
         >>> tables = distribute_tables(model, mesh)
         >>> for layer in model.backbone.model.layers:
-        ...     fully_shard(layer, mesh=mesh)
+        ...     fully_shard(layer, mesh=mesh, ignored_params=tables)
         >>> fully_shard(model, mesh=mesh, ignored_params=tables)
         ```
     """

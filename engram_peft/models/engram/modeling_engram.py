@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.distributed import gather_full_state_dict
 from transformers.utils import is_accelerate_available
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import ModelOutput
@@ -231,6 +234,20 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         if hasattr(model, "hf_device_map"):
             model._place_memories()
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As in transformers. Of a model that lies on several processes, all of them have to call it: the first one writes."""
+        sharded_by_others = getattr(self.config, "distributed_config", None) is None
+        if state_dict is None and sharded_by_others and any(isinstance(p, DTensor) for p in self.parameters()):
+            state_dict = gather_full_state_dict(self)
+        super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 
     def _place_memories(self) -> None:
         """Puts each memory beside its layer, wherever a device map had it; the table stays, or goes to host memory.
