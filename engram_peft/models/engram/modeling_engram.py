@@ -16,9 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.distributed import gather_full_state_dict
 from transformers.utils import is_accelerate_available
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import ModelOutput
@@ -32,9 +34,11 @@ from ...memory.tables.modules import MappedMultiHeadEmbedding
 from ...memory.tables.placement import check_placement
 from ...memory.tables.saving import save_with_tables
 from ...memory.token_map import check_token_map, grow_token_map
+from ...sharded import share_first
 from .configuration_engram import EngramLMConfig
 from .placing import as_parameter, check_same_rows, frozen, serve, table_key, tables_in
 from .remote_code import is_remote_code
+from .tensor_parallel import TABLE_BY_ROW
 
 
 if is_accelerate_available():  # without it there is no device map
@@ -86,6 +90,7 @@ class EngramPreTrainedModel(PreTrainedModel):
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NgramMemory"]  # the backbone's are added when the model is made
+    _tp_plan = {"memories.*.table": TABLE_BY_ROW}  # and the plan of the backbone
     _no_placement_params = ["table.weight"]  # a table that fits on no accelerator stays in host memory
     # What attention and experts can do is up to the backbone, which checks again.
     _supports_flash_attn = True
@@ -210,7 +215,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         finally:
             torch.set_default_dtype(default_dtype)
         for layer_id, device in devices.items():
-            model.memories[str(layer_id)].to(device)
+            memory: Any = model.memories[str(layer_id)].to(device)
+            share_first([memory.kv_proj.weight], backbone.parameters())
         model.train(backbone.training)
         model.generation_config = backbone.generation_config
         model._adopt_placement(devices)
@@ -358,13 +364,25 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             table.check_frozen()  # before anything has changed
         return super().train(mode)
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """As in transformers. Tables that are no parameters are saved as if they were, from where they lie.
+
+        Of a model that lies on several processes, all of them have to call it: the first one writes.
 
         Raises:
             `TableChangedError`: The file of a table is not what it was when it was opened.
         """
-        save_with_tables(self, super().save_pretrained, save_directory, *args, **kwargs)
+        sharded_by_others = getattr(self.config, "distributed_config", None) is None
+        if state_dict is None and sharded_by_others and any(isinstance(p, DTensor) for p in self.parameters()):
+            state_dict = gather_full_state_dict(self)
+        save_with_tables(self, super().save_pretrained, save_directory, is_main_process, state_dict, *args, **kwargs)
 
     def _mapped_tables(self) -> dict[str, MappedMultiHeadEmbedding]:
         """Tables that are no parameters, by their layers."""
