@@ -1,13 +1,13 @@
-"""A model with a large table on disk: how much memory generating takes, and how fast it is, beside the same model with it in memory.
+"""Models with a large table on disk: how much memory generating takes, and how fast it is, beside the same models with it in memory.
 
-    python benchmarks/table_in_a_model.py                     # 4 GB of table, some minutes; needs 5 GB of disk and of memory
+    python benchmarks/table_in_a_model.py                     # 4 GB of table, some minutes; needs 10 GB of disk and 9 of memory
     python benchmarks/table_in_a_model.py --megabytes 256     # a quick look
 
-A small Qwen4Exp with random weights (transformers' own class) is written to a checkpoint, its table in shards. Three processes load it and write
-the same text: with the table in memory, with the table served from the checkpoint, and without reading any row (the backbone, whose
-table is one of few rows). Memory is the high-water mark of the process. Warm is the quickest of three more texts, when the rows are
-in the page cache, in tokens per second of CPU time.
-The table that is printed is also written to `benchmarks/results/table_in_a_model.md`.
+Two small models with random weights are written to checkpoints: transformers' own Qwen4Exp, its table in shards, and an
+EngramForCausalLM. Of each, three processes write the same text: with the table in memory, with the table served from the checkpoint, and
+with a table of few rows (the backbone). The page cache holds nothing of the files when a process starts. Memory is the high-water mark
+of the process. Warm is the quickest of three more texts, when the rows are in the page cache, in tokens per second of CPU time.
+What is printed is also written to `benchmarks/results/table_in_a_model.md`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,22 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
+from tables import drop_pages
+from transformers import LlamaConfig, PreTrainedModel, Qwen4ExpForCausalLM, Qwen4ExpTextConfig
 from transformers.utils import logging
 
-from engram_peft.memory.tables import load_with_tables
+from engram_peft import EngramForCausalLM, EngramLMConfig, load_with_tables
 
 
 DIM, HEADS = 128, 16
 NEW_TOKENS = 64
 
 
-def config_of(rows_a_head: int) -> Qwen4ExpTextConfig:
+MODELS = ("Qwen4Exp", "EngramForCausalLM")
+SIDES = ("backbone", "in memory", "on disk")
+
+
+def qwen_config(rows_a_head: int) -> Qwen4ExpTextConfig:
     """2 orders x 8 heads, rows of 128 bfloat16 numbers, 4 layers of width 512."""
     return Qwen4ExpTextConfig(
         vocab_size=8192, hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
@@ -46,23 +51,44 @@ def config_of(rows_a_head: int) -> Qwen4ExpTextConfig:
     )  # fmt: skip
 
 
+def engram_config(rows_a_head: int) -> EngramLMConfig:
+    """The same table in a Llama of the same width."""
+    backbone = LlamaConfig(
+        vocab_size=8192, hidden_size=512, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2,
+        intermediate_size=1536, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return EngramLMConfig.from_backbone(
+        backbone, engram_layer_ids=[1], engram_max_ngram_size=3, engram_n_heads=HEADS // 2, engram_head_dim=DIM,
+        engram_vocab_size=rows_a_head,
+    )  # fmt: skip
+
+
 def make(folder: Path, megabytes: int) -> None:
-    torch.manual_seed(0)
-    for name, size in (("model", megabytes), ("backbone", 1)):
-        with torch.device("cpu"):
-            model = Qwen4ExpForCausalLM._from_config(
-                config_of(size * 2**20 // (2 * DIM * HEADS)), dtype=torch.bfloat16
-            )
-        model.save_pretrained(folder / name)
+    for size, what in ((megabytes, "model"), (1, "backbone")):
+        rows_a_head = size * 2**20 // (2 * DIM * HEADS)
+        for name in MODELS:
+            torch.manual_seed(0)
+            if name == "Qwen4Exp":
+                model = Qwen4ExpForCausalLM._from_config(qwen_config(rows_a_head), dtype=torch.bfloat16)
+            else:
+                model = EngramForCausalLM._from_config(engram_config(rows_a_head), dtype=torch.bfloat16)
+                torch.nn.init.normal_(model.memories["1"].table.weight)
+            model.save_pretrained(folder / name / what)
+            del model
 
 
-def run(folder: Path, side: str) -> dict[str, float | list[int]]:
+def load(path: Path, name: str, on_disk: bool) -> PreTrainedModel:
+    if name == "EngramForCausalLM":
+        return EngramForCausalLM.from_pretrained(path, table_placement="mmap" if on_disk else None)
+    if on_disk:
+        return load_with_tables(Qwen4ExpForCausalLM, path, dtype=torch.bfloat16)
+    return Qwen4ExpForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+
+
+def run(folder: Path, name: str, side: str) -> dict[str, float | list[int]]:
     torch.set_num_threads(1)
-    path = folder / ("backbone" if side == "backbone" else "model")
-    if side == "on disk":
-        model = load_with_tables(Qwen4ExpForCausalLM, path, dtype=torch.bfloat16)
-    else:
-        model = Qwen4ExpForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    drop_pages(folder / name)
+    model = load(folder / name / ("backbone" if side == "backbone" else "model"), name, side == "on disk")
     ids = torch.randint(10, 8000, (1, 32), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     started = time.perf_counter()
@@ -78,57 +104,60 @@ def run(folder: Path, side: str) -> dict[str, float | list[int]]:
     return {"peak": peak, "first": NEW_TOKENS / first, "warm": NEW_TOKENS / min(seconds), "text": text[0].tolist()}
 
 
+def report(name: str, sides: dict[str, dict]) -> list[str]:
+    assert sides["on disk"]["text"] == sides["in memory"]["text"]
+    above = sides["on disk"]["peak"] - sides["backbone"]["peak"]
+    ratio = sides["on disk"]["warm"] / sides["in memory"]["warm"]
+    return [
+        f"### {name}",
+        "",
+        "| table | peak memory, MB | first text, tokens/s | warm, tokens/s of CPU |",
+        "|---|---|---|---|",
+        *(
+            f"| {side} | {found['peak']:.0f} | {found['first']:.1f} | {found['warm']:.1f} |"
+            for side, found in sides.items()
+        ),
+        "",
+        "| check | found | limit | |",
+        "|---|---|---|---|",
+        f"| peak memory above the backbone's, MB | {above:.0f} | 300 | {'yes' if above <= 300 else '**no**'} |",
+        f"| warm speed, as a share of that in memory | {ratio:.2f} | 0.95 | {'yes' if ratio >= 0.95 else '**no**'} |",
+        "",
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, default=4096, help="size of the table")
     parser.add_argument("--folder", type=Path, help="where files are made, on the disk that is measured")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)  # what a process of its own does
     arguments = parser.parse_args()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    if arguments.side == "make":
+    if arguments.one == ["make"]:
         return make(arguments.folder, arguments.megabytes)
-    if arguments.side:
-        return print(json.dumps(run(arguments.folder, arguments.side)))
+    if arguments.one:
+        return print(json.dumps(run(arguments.folder, *arguments.one)))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
 
-        def in_a_process(side: str) -> str:
-            command = [
-                sys.executable,
-                __file__,
-                f"--side={side}",
-                f"--folder={folder}",
-                f"--megabytes={arguments.megabytes}",
-            ]
+        def in_a_process(*one: str) -> str:
+            options = [f"--folder={folder}", f"--megabytes={arguments.megabytes}", "--one", *one]
+            command = [sys.executable, __file__, *options]
             return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
         in_a_process("make")
-        sides = {
-            side: json.loads(in_a_process(side).splitlines()[-1]) for side in ("backbone", "in memory", "on disk")
-        }
-    assert sides["on disk"]["text"] == sides["in memory"]["text"]
-    above = sides["on disk"]["peak"] - sides["backbone"]["peak"]
-    ratio = sides["on disk"]["warm"] / sides["in memory"]["warm"]
-    text = "\n".join(
-        [
-            f"A table of {arguments.megabytes} MB in a small Qwen4Exp; torch {torch.__version__}, one thread, {os.cpu_count()} cores, "
+        lines = [
+            f"A table of {arguments.megabytes} MB; torch {torch.__version__}, one thread, {os.cpu_count()} cores, "
             f"load {os.getloadavg()[0]:.1f}, {platform.platform()}",
             "",
-            "| table | peak memory, MB | first text, tokens/s | warm, tokens/s of CPU |",
-            "|---|---|---|---|",
-            *(
-                f"| {side} | {found['peak']:.0f} | {found['first']:.1f} | {found['warm']:.1f} |"
-                for side, found in sides.items()
-            ),
-            "",
-            "| check | found | limit | |",
-            "|---|---|---|---|",
-            f"| peak memory above the backbone's, MB | {above:.0f} | 300 | {'yes' if above <= 300 else '**no**'} |",
-            f"| warm speed, as a share of that in memory | {ratio:.2f} | 0.95 | {'yes' if ratio >= 0.95 else '**no**'} |",
         ]
-    )
+        for name in MODELS:
+            lines += report(name, {side: json.loads(in_a_process(name, side).splitlines()[-1]) for side in SIDES})
+    text = "\n".join(lines)
     print(text)
-    (Path(__file__).parent / "results" / "table_in_a_model.md").write_text(text + "\n")
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    (results / "table_in_a_model.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, zeros
 from torch.optim import AdamW, Optimizer
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .memory.layer import NgramMemory, NgramTable
+from .sharded import sharded_like
 
 
 MOMENTS = ("exact", "lazy")
@@ -41,6 +44,8 @@ class RowSparseAdam(Optimizer):
     Moments are float32 whatever the table's dtype. With `row_wise=True` a row has one second moment, the mean over its elements;
     with `betas=(0.0, beta2)` it has no first moment. With both, the state is 8 bytes a row: of dense Adam's in float32,
     `1 / dim`, which is 1.6 % at 64 columns.
+
+    Tables may be sharded over processes, as `DTensor`s: every process steps its part, and the state is sharded like the table.
 
     Args:
         params (`Iterable`): Tables `(rows, dim)`, or parameter groups of them. Gradients may be sparse or dense.
@@ -112,10 +117,10 @@ class RowSparseAdam(Optimizer):
     def _step_table(self, table: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         rows, grad = _touched_rows(gradient)  # (n,), (n, dim)
-        state = self.state[table]
-        if not state:
-            state.update(_empty_state(table, group))
-        state["step"] += 1
+        if not self.state[table]:
+            self.state[table].update(_empty_state(table, group))
+        self.state[table]["step"] += 1
+        state = {key: _here(value) for key, value in self.state[table].items()}
 
         steps: Any  # taken so far, which the bias correction needs; per row where rows count their own
         elapsed: Any  # since the moments of a row were last decayed
@@ -130,7 +135,7 @@ class RowSparseAdam(Optimizer):
 
         energy = grad.square()
         if group["row_wise"]:
-            energy = energy.mean(1, keepdim=True)
+            energy = _over_columns(energy.sum(1, keepdim=True), table, dist.ReduceOp.SUM) / table.shape[1]
         second = state["exp_avg_sq"].index_select(0, rows)
         second.mul_(beta2**elapsed).add_(energy, alpha=1 - beta2)
         state["exp_avg_sq"].index_copy_(0, rows, second)
@@ -142,8 +147,9 @@ class RowSparseAdam(Optimizer):
             state["exp_avg"].index_copy_(0, rows, first)
             grad = first.div_(_bias_correction(beta1, steps))
 
-        values = table.index_select(0, rows).float().addcdiv_(grad, denominator, value=-group["lr"])
-        table.index_copy_(0, rows, values.to(table.dtype))
+        held = _here(table)
+        values = held.index_select(0, rows).float().addcdiv_(grad, denominator, value=-group["lr"])
+        held.index_copy_(0, rows, values.to(held.dtype))
 
 
 class EngramOptimizer(Optimizer):
@@ -229,7 +235,7 @@ def create_optimizer(
     | the rest: embeddings, heads, fused experts, adapters, the memory's projections | `torch.optim.AdamW` | `lr` | yes, but for biases and norms |
     | n-gram tables | `RowSparseAdam` | `table_lr_ratio * lr` | never |
 
-    The tables' gradients become sparse (`table.sparse = True`). Schedulers scale all groups alike, so the ratio lasts.
+    The tables' gradients become sparse (`table.sparse = True`), but for those that FSDP2 has sharded. Schedulers scale all groups alike, so the ratio lasts.
     `torch.nn.utils.clip_grad_norm_` and what builds on it (`max_grad_norm` of `Trainer`) count and clip the sparse gradients of
     tables with all others: see `register_sparse_norm`.
 
@@ -287,8 +293,16 @@ def create_optimizer(
     groups = [{"params": parameters, **options[name]} for name, parameters in divided.items() if parameters]
     optimizer = EngramOptimizer(groups, lr)
     for table in tables:
-        table.sparse = True
+        table.sparse = not _is_reduced_by_fsdp(table)
     return optimizer
+
+
+def _is_reduced_by_fsdp(table: NgramTable) -> bool:
+    """Whether FSDP2 takes care of a table's gradient, of which it reduces dense ones only."""
+    if not getattr(table, "_is_fsdp_managed_module", False):
+        return False
+    # one that `distribute_tables` made is left to itself; one that is sharded further lies on a mesh of more dimensions
+    return not (table.is_distributed and isinstance(table.weight, DTensor) and table.weight.device_mesh.ndim == 1)
 
 
 def register_sparse_norm() -> None:
@@ -335,11 +349,14 @@ def _load_row_states(
     held = {index: state for index, state in states.items() if "last_step" in state or "row_step" in state}
     load_state_dict({**state_dict, "state": {index: state for index, state in states.items() if index not in held}})
     saved = [index for group in state_dict["param_groups"] for index in group["params"]]
-    tables = [table for group in optimizer.param_groups for table in group["params"]]
-    for index, table in zip(saved, tables, strict=True):
+    tables = [(table, group) for group in optimizer.param_groups for table in group["params"]]
+    for index, (table, group) in zip(saved, tables, strict=True):
         if index in held:
+            places = _empty_state(table, group) if isinstance(table, DTensor) else {}
             optimizer.state[table] = {
-                key: value.to(table.device, copy=True) if isinstance(value, torch.Tensor) else value
+                key: sharded_like(value.to(table.device, copy=True), places.get(key, table))
+                if isinstance(value, torch.Tensor)
+                else value
                 for key, value in held[index].items()
             }
 
@@ -384,13 +401,30 @@ def _is_bias_or_norm(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim < 2 or name.endswith("bias") or "norm" in ".".join(name.rsplit(".", 2)[-2:])
 
 
+def _here(value: Any) -> Any:
+    """This process's part of a tensor that is sharded; of anything else, all of it."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _over_columns(values: torch.Tensor, table: torch.Tensor, operation: Any) -> torch.Tensor:
+    """`values` reduced over the processes that hold other columns of the same rows of a table, if there are any."""
+    if isinstance(table, DTensor) and table.placements[-1].is_shard(1):
+        dist.all_reduce(values, operation, group=table.device_mesh.get_group())
+    return values
+
+
 def _touched_rows(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the rows `(n,)` of a gradient that may differ from zero, each once, and their values `(n, dim)` in float32."""
-    if grad.is_sparse:
-        grad = grad.coalesce()
-        return grad.indices()[0], grad.values().float()
-    rows = grad.ne(0).any(1).nonzero()[:, 0]
-    return rows, grad.index_select(0, rows).float()
+    """Returns the rows `(n,)` of a gradient that may differ from zero, each once, and their values `(n, dim)` in float32.
+
+    Of a gradient that is sharded, they are those of this process's part.
+    """
+    local = _here(grad)
+    if local.is_sparse:
+        local = local.coalesce()
+        return local.indices()[0], local.values().float()
+    touched = _over_columns(local.ne(0).any(1).int(), grad, dist.ReduceOp.MAX)
+    rows = touched.nonzero()[:, 0]
+    return rows, local.index_select(0, rows).float()
 
 
 def _bias_correction(beta: float, steps: int | torch.Tensor) -> float | torch.Tensor:
@@ -401,15 +435,21 @@ def _bias_correction(beta: float, steps: int | torch.Tensor) -> float | torch.Te
 
 
 def _empty_state(table: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
-    def zeros(columns: int) -> torch.Tensor:
-        return torch.zeros(table.shape[0], columns, dtype=torch.float32, device=table.device)
-
-    count = torch.zeros(table.shape[0], dtype=torch.int32, device=table.device)
-    state: dict[str, Any] = {"step": 0, "last_step" if group["moments"] == "exact" else "row_step": count}
-    state["exp_avg_sq"] = zeros(1 if group["row_wise"] else table.shape[1])
+    rows, dim = table.shape
+    state: dict[str, Any] = {"step": 0, "exp_avg_sq": _zeros((rows, 1 if group["row_wise"] else dim), table)}
+    state["last_step" if group["moments"] == "exact" else "row_step"] = _zeros((rows,), table, torch.int32)
     if group["betas"][0]:
-        state["exp_avg"] = zeros(table.shape[1])
+        state["exp_avg"] = _zeros((rows, dim), table)
     return state
+
+
+def _zeros(shape: tuple[int, ...], table: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Zeros for every row of a table, or for every element of it; sharded, if the table is."""
+    if not isinstance(table, DTensor):
+        return torch.zeros(shape, dtype=dtype, device=table.device)
+    by_row = shape != table.shape
+    placements = [Replicate() if by_row and place.is_shard(1) else place for place in table.placements]
+    return zeros(shape, dtype=dtype, device_mesh=table.device_mesh, placements=placements)
 
 
 def _check_adam(lr: float, betas: tuple[float, float], eps: float) -> None:

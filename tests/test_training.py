@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from transformers import (
 from engram_peft.memory import NgramMemory, NgramMemorySpec, NgramTable
 from engram_peft.models.engram import EngramForCausalLM, EngramLMConfig
 from engram_peft.training import EngramOptimizer, RowSparseAdam, create_optimizer
+
+from .processes import on_processes
 
 
 ROWS, DIM = 12, 8
@@ -529,8 +530,7 @@ def test_trainer_in_mixed_precision(tmp_path: Path, max_grad_norm: float):
     assert half == pytest.approx(single, abs=0.02) and half[-1] < half[0] - 0.05
 
 
-def _train_on_one_rank(rank: int, port: int, folder: str) -> None:
-    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _train_on_one_rank(rank: int, folder: Path) -> None:
     for muon in (False, True):
         model = Reader()
         optimizer = create_optimizer(model, lr=0.01, muon=muon)
@@ -542,17 +542,11 @@ def _train_on_one_rank(rank: int, port: int, folder: str) -> None:
             assert model.table.weight.grad.is_sparse
             clip_grad_norm_(parallel.parameters(), 0.1)
             optimizer.step()
-        torch.save(model.state_dict(), f"{folder}/{muon}-{rank}.pt")
-    torch.distributed.destroy_process_group()
+        torch.save(model.state_dict(), folder / f"{muon}-{rank}.pt")
 
 
 def test_two_processes_train_as_one(tmp_path: Path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    # Spawned processes would import everything again; those that are forked may not have a GPU.
-    method = "spawn" if torch.cuda.is_available() else "fork"
-    torch.multiprocessing.start_processes(_train_on_one_rank, (port, str(tmp_path)), nprocs=2, start_method=method)
+    on_processes(2, _train_on_one_rank, tmp_path)
     loaded = {path.stem: torch.load(path, weights_only=True) for path in tmp_path.iterdir()}
     for muon in (False, True):
         first, second = loaded[f"{muon}-0"], loaded[f"{muon}-1"]

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..sharded import whole_input
 from .encoding import Batch, Item, batches, encode_items, encode_pairs, pair_batches, tokenizer_fingerprint
 from .experts import ExpertCollector, ParameterStack
 from .kinds import LayerKind, kind_of
@@ -642,7 +643,7 @@ class Collector:
         One-hot rows stay the indices that they are, `(n,)`.
         """
         layer, kind = base_layer_of(module), self.kinds[name]
-        rows = kind.rows(layer, x.detach())
+        rows = kind.rows(layer, whole_input(x.detach(), layer))
         groups, _, width = kind.shape(layer)
         if not kind.one_hot and rows.shape[-1] != width:
             raise ValueError(

@@ -27,7 +27,7 @@ class Likelihood:
     ranks: torch.Tensor
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode, whose tensors FSDP2 would keep
 def token_likelihoods(
     model: nn.Module, sequences: Sequence[tuple[Sequence[int], int]], batch_size: int = 16
 ) -> list[Likelihood]:

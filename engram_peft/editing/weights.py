@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from peft.utils import resolve_quantization_backend
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
+
+from ..sharded import gathered
 
 
 # ---------------------------------------------------------------------------------------------- where
@@ -138,10 +139,7 @@ def float_weight(layer: nn.Module) -> torch.Tensor:
             if not backend.supports_merge or is_packed(layer):
                 return _weight_from_outputs(layer)
             return cast(torch.Tensor, backend.get_base_weight(layer)).detach()
-        weight = cast(torch.Tensor, layer.weight).detach()
-        if isinstance(weight, DTensor):
-            weight = weight.full_tensor()
-        return weight
+        return gathered(cast(torch.Tensor, layer.weight).detach())
 
 
 def is_packed(layer: nn.Module) -> bool:

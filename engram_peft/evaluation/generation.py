@@ -14,7 +14,7 @@ from ..editing.decoding import PLAIN, eos_token_ids, seeded, written_texts
 from ..editing.encoding import by_length
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode, whose tensors FSDP2 would keep
 def greedy_texts(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
@@ -43,7 +43,7 @@ def greedy_texts(
     return texts
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference mode, whose tensors FSDP2 would keep
 def sampled_texts(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,

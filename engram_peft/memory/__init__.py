@@ -9,6 +9,7 @@ from .capacity import (
     plan_capacity,
     slots_for,
 )
+from .distributed import distribute_tables
 from .hashing import NgramHash
 from .insight import MemoryReport, memory_off, memory_report, record_memory
 from .layer import NgramMemory, NgramTable
@@ -33,6 +34,7 @@ __all__ = [
     "compressed_vocab_size",
     "count_collisions",
     "count_ngrams",
+    "distribute_tables",
     "expected_collisions",
     "grow_token_map",
     "memory_off",

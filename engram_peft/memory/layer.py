@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from ..sharded import sharded_like
+from .exchange import lookup
 from .hashing import NgramHash
 from .spec import NgramMemorySpec
 
@@ -29,11 +33,14 @@ class NgramTable(nn.Embedding):
     `sparse=True` makes the gradient of `weight` a `torch.sparse_coo` tensor that holds the touched rows only; it may be set at
     any time. An `nn.Embedding`, since that is what `DistributedDataParallel` asks about sparse gradients.
 
+    `is_distributed` says that `weight` is a `DTensor` whose rows several processes exchange: see `distribute_tables`.
+
     Args:
         head_sizes (`Sequence[int]`): Slots per table.
         dim (`int`): Width of a row.
     """
 
+    is_distributed = False
     offsets: torch.Tensor
 
     def __init__(self, head_sizes: Sequence[int], dim: int) -> None:
@@ -57,7 +64,15 @@ class NgramTable(nn.Embedding):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`(..., tables)` rows within each table -> `(..., tables, dim)`, on the device of the table."""
         rows = rows.to(self.weight.device) + self.offsets
+        if self.is_distributed:
+            return lookup(cast(DTensor, self.weight), rows, self.sparse)
         return F.embedding(rows, self.weight, sparse=self.sparse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        # a checkpoint does not depend on how many processes shared the table: every process takes its part
+        if (weight := state_dict.get(f"{prefix}weight")) is not None:
+            state_dict[f"{prefix}weight"] = sharded_like(weight, self.weight)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"{len(self.head_sizes)} tables, {self.num_embeddings} rows, dim={self.embedding_dim}, sparse={self.sparse}"

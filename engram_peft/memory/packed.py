@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .layer import NgramMemory, NgramTable
 
@@ -90,3 +91,17 @@ def unpack_table(memory: NgramMemory) -> NgramTable:
     whole.weight = nn.Parameter(weight, requires_grad=table.weight.requires_grad)
     memory.table = whole
     return whole
+
+
+def writable_table(memory: NgramMemory) -> NgramTable:
+    """`unpack_table`, for code that writes rows of the table by their numbers.
+
+    Raises:
+        `TypeError`: The rows lie on several processes, or in another kind of table.
+    """
+    table = unpack_table(memory)
+    if isinstance(table.weight, DTensor):
+        raise TypeError(
+            "The rows of this memory lie on several processes. Write them in a model on one process, save it, and load it on several."
+        )
+    return table

@@ -7,7 +7,8 @@ the PEFT adapter.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .layer import NgramMemory
 from .reach import carried_reach, token_reach
 from .spec import NgramMemorySpec
 from .state import DecodingState, decoding_state
+from .tables.modules import MappedModule
 
 
 class OneAtATime:
@@ -70,6 +72,23 @@ class TokenStream:
         self._state = state
         self._rows = {} if rows is None else dict(zip(spec.layer_ids, rows.unbind(2), strict=True))
         self._conv_inputs: dict[int, torch.Tensor] = {}
+        self._asked: list[Future[int]] = []
+
+    def prefetch(self, memories: Iterable[NgramMemory]) -> None:
+        """Has the rows of memories read that are on disk, on a thread of its own, in the order in which they will be needed.
+
+        What is hashed for that is not hashed again.
+        """
+        if torch.compiler.is_compiling():
+            return
+        for memory in memories:
+            table = memory.table.table if isinstance(memory.table, MappedModule) else None
+            if table is None or not table.worth_prefetching(self.reach.numel() * memory.spec.n_tables):
+                continue
+            device = memory.hash.multipliers.device
+            if (rows := self._rows.get(memory.layer_id)) is None:
+                rows = self._rows[memory.layer_id] = memory.hash(self.ids.to(device), self.reach.to(device))
+            self._asked.append(table.prefetch(rows))
 
     def recall(self, memory: NgramMemory, hidden_states: torch.Tensor) -> torch.Tensor:
         """What `memory` adds to `hidden_states`."""
@@ -86,7 +105,11 @@ class TokenStream:
         """Writes this call's tokens into the decoding state, once nothing can fail any more.
 
         Not before: masks of hybrid backbones ask the cache whether its last linear layer has seen anything.
+
+        Raises what went wrong on the thread of `prefetch`. Layers do not wait for it, they would only wait longer.
         """
+        for asked in self._asked:
+            asked.result()
         if self._state is not None:
             self._state.append_tokens(*self._new)
             for layer_id, conv_inputs in self._conv_inputs.items():

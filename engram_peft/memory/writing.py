@@ -31,7 +31,7 @@ from transformers.utils import logging
 
 from ..files import replace_safetensors
 from .layer import NgramMemory, NgramTable
-from .packed import unpack_table
+from .packed import writable_table
 from .spec import NgramMemorySpec
 
 
@@ -182,7 +182,7 @@ class MemoryEdit:
                     f"The edit was written for other memories: in front of layer {name}, {fingerprint} there and {here} here."
                 )
             rows, added = tensors.get(f"{name}.rows"), tensors.get(f"{name}.added")
-            table = unpack_table(memory)
+            table = writable_table(memory)
             if rows is None or added is None or added.shape != (len(rows), table.embedding_dim):
                 raise ValueError(f"{path} is damaged: it lacks the rows of layer {name}, or they have another shape.")
             if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < table.num_embeddings:
@@ -250,7 +250,7 @@ class _Overlays:
 
 def _overlays(memory: NgramMemory) -> _Overlays:
     """What lies on the memory's table; copied and pickled with it, but no part of its state."""
-    table = unpack_table(memory)
+    table = writable_table(memory)
     return table.__dict__.setdefault("overlays", _Overlays(table))
 
 
@@ -321,7 +321,7 @@ def write_facts(
         raise ValueError(f"`ridge` must not be negative, got {ridge}.")
     with _evaluating(model):
         memory = _memory_to_write(active_memories(model), layer)
-        table = unpack_table(memory)
+        table = writable_table(memory)
         _overlays(memory).check()
         questions = _Questions(model, tokenizer, facts, batch_size)
         sites = _Sites.of(questions, memory, _tables_of(memory.spec, orders))
@@ -653,7 +653,7 @@ class _Sites:
         chosen = rows[:, tables]
         numbers = chosen[mask].unique()
         places = torch.searchsorted(numbers, chosen).clamp_max(len(numbers) - 1)
-        fixed = unpack_table(memory).weight.detach()[rows].double()
+        fixed = writable_table(memory).weight.detach()[rows].double()
         if spec.variant == "needle":  # whose cut n-grams have no rows
             fixed[~readable] = 0
         kept = torch.ones_like(rows, dtype=torch.bool)
@@ -689,7 +689,7 @@ class _Sites:
 def _flat_rows(memory: NgramMemory, read: _Read) -> torch.Tensor:
     """`(batch, length, tables)`: the rows that every token reads, tables below each other."""
     rows = memory.hash(read.ids, read.reach)
-    return rows + unpack_table(memory).offsets.to(rows.device)
+    return rows + writable_table(memory).offsets.to(rows.device)
 
 
 def _value_weight(memory: NgramMemory, tables: Sequence[int]) -> torch.Tensor:
@@ -821,7 +821,7 @@ def _erasing_change(
     memory: NgramMemory, forgotten: torch.Tensor, kept: torch.Tensor, ridge: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows, and what to add to them. `forgotten`, `kept`: different n-grams' rows, `(n-grams, tables)`."""
-    weight = unpack_table(memory).weight
+    weight = writable_table(memory).weight
     rows = forgotten.unique()
     rows = rows[(weight[rows] != 0).any(1)]
     shared = torch.isin(rows, kept)

@@ -9,6 +9,8 @@ import torch
 from peft import PeftModel
 from torch import nn
 
+from ..sharded import sharded_like
+
 
 def check_adapter_tensors(
     own: Mapping[str, torch.Tensor], state_dict: Mapping[str, torch.Tensor], prefix: str
@@ -30,6 +32,13 @@ def check_adapter_tensors(
             )
     if unknown := sorted(key for key in state_dict if f".{prefix}" in key and key not in own):
         raise ValueError(f"The adapter file holds tensors that the model has no place for, for example {unknown[0]}.")
+
+
+def shard_adapter_tensors(
+    own: Mapping[str, torch.Tensor], state_dict: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """A state dict of whole tensors, of which those are sharded that the adapter's are: torch copies no others into them."""
+    return {key: sharded_like(tensor, own[key]) if key in own else tensor for key, tensor in state_dict.items()}
 
 
 def remove_unloaded(model: nn.Module, adapter_name: str, tuner: type[Any]) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import destroy_process_group, init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 
@@ -153,33 +154,47 @@ def mesh(tmp_path):
         destroy_process_group()
 
 
-def test_column_parallel_layers_are_edited_and_others_refused(mesh, tiny_model, tokenizer, ids):
-    sharded = tiny_model("llama")
-    plan = {"model.layers.*.mlp.gate_proj": ColwiseParallel(), "model.layers.*.mlp.down_proj": RowwiseParallel()}
-    parallelize_module(sharded, mesh, plan)
-    with pytest.raises(TypeError, match="sharded by.*Shard.dim=1.*exclude_modules"):
-        get_peft_model(sharded, EngramConfig(target_modules=["down_proj"]))
-    model = edited(sharded, tokenizer, target_modules=["gate_proj"], scale="adaptive")
-    expected = edited(tiny_model("llama"), tokenizer, target_modules=["gate_proj"], scale="adaptive")
-    after = logits(model, ids)
-    assert close(after, logits(expected, ids), 1e-5)
-    for merge in (model.merge_adapter, model.merge_and_unload):
-        with pytest.raises(TypeError, match="sharded weight.*unmerged"):
-            merge()
-        assert torch.equal(logits(model, ids), after)
+def test_sharded_models_are_edited_merged_and_unmerged(mesh, tiny_model, tokenizer, ids):
+    """By a process alone; for several see `test_sharded.py`."""
 
+    def parallel(model):
+        plan = {"model.layers.*.mlp.gate_proj": ColwiseParallel(), "model.layers.*.mlp.down_proj": RowwiseParallel()}
+        return parallelize_module(model, mesh, plan)
 
-def test_fully_sharded_model_is_edited_but_not_merged(mesh, tiny_model, tokenizer, ids):
-    sharded = tiny_model("llama")
-    for layer in sharded.model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    model = edited(sharded, tokenizer)
-    after = logits(model, ids)
-    assert close(after, logits(edited(tiny_model("llama"), tokenizer), ids), 1e-5)
-    with pytest.raises(TypeError, match="sharded weight"):
+    def fully_sharded(model):
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    expected = edited(tiny_model("llama"), tokenizer, scale="adaptive")
+    unmerged = logits(expected, ids)
+    expected.merge_adapter()
+    for shard in (parallel, fully_sharded):
+        model = edited(shard(tiny_model("llama")), tokenizer, scale="adaptive")
+        before = logits(model, ids)
+        assert close(before, unmerged, 1e-5)
+        if shard is fully_sharded:
+            model.get_base_model().reshard()
         model.merge_adapter()
-    assert torch.equal(logits(model, ids), after)
+        assert close(logits(model, ids), logits(expected, ids), 1e-5)
+        model.disable_adapter_layers() if shard is parallel else model.get_base_model().reshard()
+        model.enable_adapter_layers() if shard is parallel else model.unmerge_adapter()
+        assert torch.equal(logits(model, ids), before)
+
+
+def test_inputs_sharded_over_some_part_of_a_mesh_are_refused(mesh, tiny_model):
+    model = tiny_model("llama")
+    layer, both = model.model.layers[0].mlp.down_proj, init_device_mesh("cpu", (1, 1))
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), both, [Shard(0), Shard(1)]))
+    with pytest.raises(TypeError, match="along its input.*exclude_modules"):
+        get_peft_model(model, EngramConfig(target_modules=["down_proj"]))
+
+
+def test_sharded_weights_that_others_share_are_not_merged_into(mesh, tiny_model, tokenizer, ids):
+    model = edited(fully_shard(tiny_model("qwen3"), mesh=mesh), tokenizer, target_modules=["lm_head"])
+    model.get_base_model().reshard()
+    with pytest.raises(ValueError, match="shares its weight.*sharded"):
+        model.merge_adapter(untie=True)
 
 
 def test_data_parallel_models_are_looked_through(mesh, tiny_model, tokenizer, ids):

@@ -7,21 +7,30 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
+from transformers.utils import cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from .format import RowLayout, SafetensorsHeader, TableFormatError, TensorEntry, open_file, read_header
 from .placement import Column, Region
 
 
 Paths = str | os.PathLike | Sequence[str | os.PathLike]
+# The arguments of `from_pretrained` that say where its files are: those of `model_files`.
+LOADING_OPTIONS = (
+    "cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "variant",
+)  # fmt: skip
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor and the file that holds it."""
+    """A tensor, by its name, and the file that holds it."""
 
+    name: str
     path: str
     entry: TensorEntry
 
@@ -48,15 +57,66 @@ def stored_tensors(path: Paths) -> dict[str, StoredTensor]:
         for name, entry in file_header(file).tensors.items():
             if name in found:
                 raise TableFormatError(f"Both {found[name].path} and {file} hold {name!r}. Name the files to read.")
-            found[name] = StoredTensor(str(file), entry)
+            found[name] = StoredTensor(name, str(file), entry)
     return found
 
 
-def _files_of(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint's folder."""
-    index = folder / _INDEX
+def model_files(
+    name: str | os.PathLike, *, subfolder: str = "", variant: str | None = None, **hub_options: Any
+) -> list[Path]:
+    """The safetensors files that `from_pretrained` of transformers reads with these arguments.
+
+    Args:
+        name (`str` or `os.PathLike`): A folder, or a name on the Hub, whose files are downloaded where they are not cached.
+        subfolder, variant: As for `from_pretrained`.
+        hub_options: What `cached_file` of transformers takes, such as `revision`.
+
+    Raises:
+        `FileNotFoundError`: There are none.
+        `TableFormatError`: A folder's index is damaged.
+    """
+    if (folder := Path(name, subfolder)).is_dir():
+        return _files_of(folder, variant)
+    for file in (_SINGLE, _INDEX):
+        path = cached_file(
+            str(name), _with_variant(file, variant), subfolder=subfolder,
+            _raise_exceptions_for_missing_entries=False, **hub_options,
+        )  # fmt: skip
+        if path is not None and file == _SINGLE:
+            return [Path(path)]
+        if path is not None:
+            files = get_checkpoint_shard_files(str(name), path, subfolder=subfolder, **hub_options)[0]
+            return [Path(shard) for shard in files]
+    raise FileNotFoundError(f"{name} has no safetensors files, so its tables cannot be served from them.")
+
+
+def files_of_model(model: nn.Module) -> list[Path]:
+    """The safetensors files that a model was loaded from.
+
+    Raises:
+        `ValueError`: It does not say.
+        `FileNotFoundError`: There are none.
+    """
+    config = getattr(model, "config", None)
+    name = getattr(config, "_name_or_path", "")
+    if not name:
+        raise ValueError("The model does not say where it was loaded from. Name its files: `checkpoint`.")
+    return model_files(name, revision=getattr(config, "_commit_hash", None))
+
+
+def _with_variant(file: str, variant: str | None) -> str:
+    """`model.safetensors` -> `model.fp16.safetensors`, as transformers names the files of a variant."""
+    stem, _, end = file.rpartition(".")
+    return file if variant is None else f"{stem}.{variant}.{end}"
+
+
+def _files_of(folder: Path, variant: str | None = None) -> list[Path]:
+    """The safetensors files of a checkpoint's folder. Where there are both one file and shards, transformers reads the one."""
+    single, index = (folder / _with_variant(file, variant) for file in (_SINGLE, _INDEX))
+    if single.exists():
+        return [single]
     if not index.exists():
-        files = [folder / _SINGLE] if (folder / _SINGLE).exists() else sorted(folder.glob("*.safetensors"))
+        files = [] if variant else sorted(folder.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{folder} holds no safetensors file.")
         return files
@@ -133,5 +193,7 @@ def _chosen(
 
 def _column(parts: Sequence[StoredTensor], dtype: torch.dtype, width: int) -> Column:
     row_bytes = width * dtype.itemsize
-    regions = [Region(p.path, p.entry.start, (p.entry.end - p.entry.start) // row_bytes) for p in parts]
+    regions = [
+        Region(p.path, p.entry.start, (p.entry.end - p.entry.start) // row_bytes, p.name, p.entry.shape) for p in parts
+    ]
     return Column(tuple(regions), row_bytes, dtype)

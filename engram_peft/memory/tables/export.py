@@ -91,7 +91,7 @@ def export_table(
 def copy_table_file(source: str | os.PathLike, path: str | os.PathLike) -> None:
     """Puts a file at `path` too: as a second name of it, or as a copy where that is not possible; never over another file."""
     try:
-        os.link(source, path)
+        os.link(os.path.realpath(source), path)  # of a symbolic link, the file: the Hub's cache is made of them
     except FileExistsError:
         raise
     except OSError:

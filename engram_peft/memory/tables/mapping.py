@@ -5,11 +5,12 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
-from . import _system
-from ._system import PAGE
+from ._system import LINUX, PAGE, advise_needed, guard, resident_pages
 from .format import TableChangedError, TableSizeError, open_file
 
 
@@ -34,16 +35,16 @@ class MappedFile:
         self.length, self._modified = found.st_size, found.st_mtime_ns
         self.damaged = False
         # Linux tells which pages are in memory only to those who may write the file, and "all of them" to others.
-        self.residency_is_known = _system.LINUX and os.access(path, os.W_OK)
+        self.residency_is_known = LINUX and os.access(path, os.W_OK)
         try:
             pages = mmap.mmap(self._descriptor, self.length, access=mmap.ACCESS_READ)
         except ValueError as error:
             raise TableSizeError(f"{path} cannot be mapped: {error}.") from None
         if hasattr(mmap, "MADV_RANDOM"):
             pages.madvise(mmap.MADV_RANDOM)
-        self.bytes = np.frombuffer(pages, np.uint8)
+        self._pages, self.bytes = pages, np.frombuffer(pages, np.uint8)
         self.address: int = self.bytes.ctypes.data
-        _system.guard(self)
+        guard(self)
 
     def check(self) -> None:
         """Raises a `TableChangedError` if the file is no longer what was opened: call it after every read."""
@@ -63,16 +64,34 @@ class MappedFile:
 
     def advise(self, runs: np.ndarray) -> None:
         """Asks for page runs `[n, 2]` (first page, pages) to be read, without waiting for them."""
-        if _system.advise_needed(self.address, runs) or not hasattr(os, "posix_fadvise"):
+        if advise_needed(self.address, runs) or not hasattr(os, "posix_fadvise"):
             return
         for first, count in runs.tolist():
             os.posix_fadvise(self._descriptor, first * PAGE, count * PAGE, os.POSIX_FADV_WILLNEED)
+
+    @contextmanager
+    def read_through(self) -> Iterator[None]:
+        """Read-ahead as long as the block lasts, for who reads all of the file; with none, that crawls from page to page.
+
+        Raises:
+            `TableChangedError`: The file changed, before the block or while it ran.
+        """
+        self.check()
+        advice = hasattr(mmap, "MADV_RANDOM")
+        if advice:
+            self._pages.madvise(mmap.MADV_SEQUENTIAL)
+        try:
+            yield
+        finally:
+            if advice:
+                self._pages.madvise(mmap.MADV_RANDOM)
+        self.check()
 
     def are_resident(self, pages: np.ndarray) -> bool | None:
         """Whether each of the pages is in memory; None where the system does not tell."""
         if not self.residency_is_known:
             return None
-        held = (_system.resident_pages(self.address, page, 1) for page in pages.tolist())
+        held = (resident_pages(self.address, page, 1) for page in pages.tolist())
         return all(page is not None and bool(page[0]) for page in held)
 
     def resident(self, start: int, end: int) -> int | None:
@@ -81,7 +100,7 @@ class MappedFile:
             return None
         first, stop, total = start // PAGE, -(-end // PAGE), 0
         for page in range(first, stop, _RESIDENCY_PAGES):
-            held = _system.resident_pages(self.address, page, min(_RESIDENCY_PAGES, stop - page))
+            held = resident_pages(self.address, page, min(_RESIDENCY_PAGES, stop - page))
             if held is None:
                 return None
             total += int(held.sum())

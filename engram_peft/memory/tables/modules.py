@@ -12,8 +12,8 @@ from torch import nn
 from .table import ScaledRows, Table
 
 
-class _MappedModule(nn.Module):
-    """What the two modules share.
+class MappedModule(nn.Module):
+    """What `MappedEmbedding` and `MappedMultiHeadEmbedding` share.
 
     Args:
         table (`Table`): The rows.
@@ -37,20 +37,25 @@ class _MappedModule(nn.Module):
         """`[rows, dim]` on the meta device: what asks for shape, dtype or device gets them, and nobody gets the rows."""
         return torch.empty(self.table.rows, self.table.dim, dtype=self.dtype, device="meta")
 
-    def train(self, mode: bool = True) -> _MappedModule:
+    def train(self, mode: bool = True) -> MappedModule:
         """As `nn.Module.train`.
 
         Raises:
             `RuntimeError`: The rows are trainable, and they lie in a table, which is read-only.
         """
-        if mode and not self.freeze:
+        if mode:
+            self.check_frozen()
+        return super().train(mode)
+
+    def check_frozen(self) -> None:
+        """Raises a `RuntimeError` if the rows are trainable, as they lie in a table, which is read-only."""
+        if not self.freeze:
             raise RuntimeError(
                 f"The rows of this {type(self).__name__} lie in a read-only table ({self.table.placement}) and cannot be trained. "
                 "Freeze them with `requires_grad_(False)` on this module, or load the model with its table as a parameter."
             )
-        return super().train(mode)
 
-    def requires_grad_(self, requires_grad: bool = True) -> _MappedModule:
+    def requires_grad_(self, requires_grad: bool = True) -> MappedModule:
         """Freezes the rows, or says that they should be trained, which makes `train()` an error."""
         self.freeze = not requires_grad
         return self
@@ -68,7 +73,7 @@ class _MappedModule(nn.Module):
         return f"{self.table}, dtype={self.dtype}, freeze={self.freeze}"
 
 
-class MappedMultiHeadEmbedding(_MappedModule):
+class MappedMultiHeadEmbedding(MappedModule):
     """Takes the place of the Engram demo's `MultiHeadEmbedding`, or of an `NgramTable`: ids within each head, one row a head.
 
     Args:
@@ -90,7 +95,7 @@ class MappedMultiHeadEmbedding(_MappedModule):
         return self._rows(ids)
 
 
-class MappedEmbedding(_MappedModule):
+class MappedEmbedding(MappedModule):
     """Takes the place of an `nn.Embedding`.
 
     Args:

@@ -12,18 +12,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
 
-from .checkpoint import Paths, stored_tensors
+from .checkpoint import LOADING_OPTIONS, Paths, files_of_model, model_files, stored_tensors
 from .modules import MappedEmbedding
+from .saving import SaveWithTables
 from .table import Table, open_table
 
 
@@ -71,7 +69,7 @@ def offload_tables(
         ```
     """
     found = _embeddings(model, KNOWN_TABLES if modules is None else modules, required=modules is not None)
-    stored = stored_tensors(_files_of(model) if checkpoint is None else checkpoint)
+    stored = stored_tensors(files_of_model(model) if checkpoint is None else checkpoint)
     replacements = {}
     for name, module in found.items():
         tensors = _tensors_of(name, stored)
@@ -82,6 +80,9 @@ def offload_tables(
         replacements[name] = replacement
     for name, replacement in replacements.items():
         model.set_submodule(name, replacement)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and any(module in replacements.values() for module in part.modules()):
+            part.save_pretrained = SaveWithTables(part)
     return {name: replacement.table for name, replacement in replacements.items()}
 
 
@@ -109,7 +110,8 @@ def load_with_tables(
         >>> model = load_with_tables(Qwen4ExpForCausalLM, "Qwen3.8-Flash-Next", dtype="auto")
         ```
     """
-    files = _checkpoint_files(name, {key: kwargs[key] for key in ("revision", "cache_dir", "token") if key in kwargs})
+    files = model_files(name, **{key: kwargs[key] for key in LOADING_OPTIONS if key in kwargs})
+    kwargs.pop("force_download", None)  # has happened, and once more would replace the files
 
     def with_tables(self: Model, config: Any, *args: Any, **options: Any) -> None:
         model_class.__init__(self, config, *args, **options)
@@ -225,25 +227,3 @@ def _check_same_rows(name: str, weight: torch.Tensor, table: Table) -> None:
             f"{name} is another table than the checkpoint holds: it was changed after loading. Save the model first, and name "
             "what was saved: `checkpoint`."
         )
-
-
-def _files_of(model: nn.Module) -> list[Path]:
-    config = getattr(model, "config", None)
-    name = getattr(config, "_name_or_path", "") or getattr(config, "name_or_path", "")
-    if not name:
-        raise ValueError("The model does not say where it was loaded from. Name its files: `checkpoint`.")
-    return _checkpoint_files(name, {"revision": getattr(config, "_commit_hash", None)})
-
-
-def _checkpoint_files(name: str | os.PathLike, options: Mapping[str, Any]) -> list[Path]:
-    """The safetensors files of a model in a folder, or in the Hub's cache."""
-    if Path(name).is_dir():
-        return [Path(name)]
-    for file in ("model.safetensors.index.json", "model.safetensors"):
-        path = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **options)
-        if path is None:
-            continue
-        if file.endswith(".json"):
-            return [Path(shard) for shard in get_checkpoint_shard_files(str(name), path, **options)[0]]
-        return [Path(path)]
-    raise ValueError(f"{name} has no safetensors files, so its tables cannot be served from them.")

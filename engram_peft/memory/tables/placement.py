@@ -9,18 +9,17 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from transformers.utils import logging
 
-from . import _system
-from ._system import PAGE
+from ._system import PAGE, bytes_at
 from .digests import ChunkDigests
 from .format import TableChangedError, TableSizeError, open_file
 from .mapping import MappedFile, page_runs
@@ -31,17 +30,22 @@ _READ_BYTES = 16 * 2**20
 _SHOW_PROGRESS_BYTES = 2**30
 _RING = 4  # copies to the GPU that may be under way at once
 _SAMPLED_PAGES = 16
-_QUICK_TAKE, _QUICK_ROW = 100_000, 100  # nanoseconds that taking rows from memory stays below, and more for every row
+_PROBED_ROWS = 8
+QUICK_GATHER = (
+    200_000  # nanoseconds that a gather of few rows from memory stays below, in a process that does other things
+)
 _COLD_GATHERS = 16  # where pages had to be read, so many gathers more look for missing ones first
 
 
 @dataclass(frozen=True)
 class Region:
-    """Rows that follow one another in a file, from the byte `start` on."""
+    """Rows that follow one another in a file, from the byte `start` on: the tensor `name` of `shape`."""
 
     path: str
     start: int
     rows: int
+    name: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,8 @@ class HostRows:
         rows (`torch.Tensor`): `[rows, width]`, all of a column.
     """
 
+    looks = 0  # how many of the next gathers look for missing pages first
+
     def __init__(self, rows: torch.Tensor) -> None:
         self._rows = rows
 
@@ -78,9 +84,21 @@ class HostRows:
             `IndexError`: An id is not a row of the table.
         """
         if out is None:
-            return F.embedding(ids, self._rows)
+            return torch.embedding(self._rows, ids)
         torch.index_select(self._rows, 0, ids.reshape(-1), out=out.view(-1, out.shape[-1]))
         return out
+
+    def probe(self, ids: torch.Tensor) -> None:
+        """Finds out whether rows `ids`, which are many, are in memory. These are."""
+
+    @contextmanager
+    def parts(self, counts: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """All rows as `[count, width]` tensors, one for each of the column's regions. Nothing is copied, so do not write to them.
+
+        Raises:
+            `TableChangedError`: A mapped file changed, before the block or while it ran.
+        """
+        yield list(self._rows.split(counts))
 
 
 class MappedRows(HostRows):
@@ -107,17 +125,19 @@ class MappedRows(HostRows):
         self._ends = counts.cumsum(0)
         addresses = [file.address + region.start for file, region in zip(self._files, self._regions, strict=True)]
         if len(addresses) == 1:
-            super().__init__(_system.bytes_at(addresses[0], column.nbytes).view(column.dtype).view(column.rows, -1))
+            super().__init__(bytes_at(addresses[0], column.nbytes).view(column.dtype).view(column.rows, -1))
         else:
             # Rows at every byte from the first file to the last, one byte apart: whatever lies between the regions is never
             # addressed, and rows of all regions are found in one operation, by where they begin.
             first, last = min(file.address for file in self._files), max(f.address + f.length for f in self._files)
-            every = _system.bytes_at(first, last - first)
+            every = bytes_at(first, last - first)
             super().__init__(every.as_strided((last - first - column.row_bytes + 1, column.row_bytes), (1, 1)))
             # what to add to the number of a row times its size, for each region
             self._shifts = torch.tensor(addresses, device="cpu") - first - (self._ends - counts) * column.row_bytes
         self._digests = digests
-        self._looks = 1  # how many of the next gathers look for missing pages first
+        self._is_plain = digests is None and len(column.regions) == 1
+        self._check = self._files[0].check
+        self.looks = 1
 
     def take(self, ids: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """As `HostRows.take`.
@@ -127,25 +147,37 @@ class MappedRows(HostRows):
             `TableDigestError`: A chunk is not what was written.
             `TableChangedError`: A file changed since it was opened, so what was read from it may be anything.
         """
-        if self._looks > 0 or self._digests is not None or len(self._regions) > 1:
+        if self.looks > 0 or not self._is_plain:
             ids = self._in_range(ids)
-        if self._looks > 0:
-            self._read_ahead(ids.numpy())
-        if self._digests is not None:
-            self._check_chunks(self._digests, self._digests.unchecked(ids.numpy()))
-        started = time.perf_counter_ns()
-        if len(self._regions) == 1:
-            rows = super().take(ids, out)
-            self._files[0].check()
-        else:
-            rows = self._take_from_regions(ids, out)
-        if time.perf_counter_ns() - started > _QUICK_TAKE + _QUICK_ROW * ids.numel():
-            self._looks = max(self._looks, 1)  # pages may have been read, so the next gather looks first
+            if self.looks > 0:
+                self._read_ahead(ids.numpy())
+            if self._digests is not None:
+                self._check_chunks(self._digests, self._digests.unchecked(ids.numpy()))
+            if len(self._regions) > 1:
+                return self._take_from_regions(ids, out)
+        # A few rows take two microseconds, of which a call more is a tenth: so what `HostRows.take` does is written again.
+        rows = torch.embedding(self._rows, ids) if out is None else super().take(ids, out)
+        self._check()
         return rows
+
+    def probe(self, ids: torch.Tensor) -> None:
+        """Takes a few of the rows `ids`; if that is slow, pages are missing, and the next `take` looks for them first.
+
+        Raises:
+            `IndexError`: An id is not a row of the table.
+        """
+        started = time.perf_counter_ns()
+        sample = ids.reshape(-1)[:: -(-ids.numel() // _PROBED_ROWS)]
+        if len(self._regions) == 1:
+            torch.embedding(self._rows, sample)
+        else:
+            self._take_from_regions(self._in_range(sample), None)
+        if time.perf_counter_ns() - started > QUICK_GATHER:
+            self.looks = max(self.looks, 1)
 
     def _take_from_regions(self, ids: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         owners = torch.searchsorted(self._ends, ids, right=True)
-        found = F.embedding(ids * self._column.row_bytes + self._shifts[owners], self._rows)
+        found = torch.embedding(self._rows, ids * self._column.row_bytes + self._shifts[owners])
         for file in {self._files[region] for region in set(owners.reshape(-1).tolist())}:
             file.check()
         found = typed(found, self._column.dtype)
@@ -160,14 +192,29 @@ class MappedRows(HostRows):
 
     def prefetch(self, ids: np.ndarray) -> int:
         """Asks for the pages of rows to be read, without waiting. Returns how many pages these are."""
+        return self._ask(self._runs(ids))
+
+    def _ask(self, wanted: Iterable[tuple[MappedFile, Region, np.ndarray]]) -> int:
         pages = 0
-        for file, region, runs in self._runs(ids):
+        for file, region, runs in wanted:
             first, last = region.start // PAGE, (region.start + region.rows * self._column.row_bytes - 1) // PAGE
             pages += (asked := int(runs[:, 1].sum()))
             if 4 * asked > last - first + 1 and len(runs) > 1:  # then one sequential read is quicker than many
                 runs = np.array([[first, last - first + 1]])
             file.advise(runs)
         return pages
+
+    @contextmanager
+    def parts(self, counts: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """As `HostRows.parts`, with read-ahead as long as the block lasts."""
+        with ExitStack() as stack:
+            for file in dict.fromkeys(self._files):
+                stack.enter_context(file.read_through())
+            row_bytes, dtype = self._column.row_bytes, self._column.dtype
+            yield [
+                bytes_at(file.address + region.start, region.rows * row_bytes).view(dtype).view(region.rows, -1)
+                for file, region in zip(self._files, self._regions, strict=True)
+            ]
 
     def verify(self, digests: ChunkDigests) -> None:
         """Checks all rows against the digests of their file."""
@@ -205,19 +252,22 @@ class MappedRows(HostRows):
 
     def _read_ahead(self, ids: np.ndarray) -> None:
         """Reads ahead if a sample of the pages says that there is something to read, or nobody can say."""
-        known, missing = True, False
-        for file, _, runs in self._runs(ids):
+        known, missing, wanted = True, False, list(self._runs(ids))
+        for file, _, runs in wanted:
             sample = runs[:: 1 + len(runs) // _SAMPLED_PAGES]
             resident = file.are_resident(sample.sum(axis=1) - 1)
             known, missing = known and resident is not None, missing or not resident
         if missing:
-            self.prefetch(ids)
-        self._looks = _COLD_GATHERS if missing and known else self._looks - 1
+            self._ask(wanted)
+        self.looks = _COLD_GATHERS if missing and known else self.looks - 1
 
     def _runs(self, ids: np.ndarray) -> Iterator[tuple[MappedFile, Region, np.ndarray]]:
         """The page runs of rows in each region that holds some of them."""
-        flat, row_bytes = np.sort(ids.reshape(-1)), self._column.row_bytes
-        ends = self._ends.numpy()
+        flat, row_bytes = ids.reshape(-1), self._column.row_bytes
+        if len(self._regions) == 1:
+            yield self._files[0], self._regions[0], page_runs(self._regions[0].start + flat * row_bytes, row_bytes)
+            return
+        flat, ends = np.sort(flat), self._ends.numpy()
         cuts = np.searchsorted(flat, ends).tolist()
         for number in np.unique(np.searchsorted(ends, flat, side="right")).tolist():
             file, region = self._files[number], self._regions[number]
@@ -248,6 +298,11 @@ class CudaRows:
         ids = ids.to(self.rows.device)
         rows = torch.index_select(self.rows, 0, ids.reshape(-1))
         return typed(rows.view(torch.uint8).view(*ids.shape, self._column.row_bytes), self._column.dtype)
+
+    @contextmanager
+    def parts(self, counts: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """As `HostRows.parts`, on the GPU."""
+        yield list(typed(self.rows.view(torch.uint8), self._column.dtype).split(counts))
 
 
 class PinnedRows:
@@ -285,6 +340,12 @@ class PinnedRows:
             rows.record_stream(self._stream)
             current.wait_event(self._copied[slot])
         return rows
+
+    @contextmanager
+    def parts(self, counts: Sequence[int]) -> Iterator[list[torch.Tensor]]:
+        """As `HostRows.parts`, on the CPU."""
+        with self._rows.parts(counts) as parts:
+            yield parts
 
 
 def read_rows(column: Column, digests: ChunkDigests | None = None) -> HostRows:
@@ -366,6 +427,12 @@ def cuda_device(placement: str, device: str | torch.device | None) -> torch.devi
             f"`placement={placement}` needs CUDA, which this machine or this build of torch has not. Use mmap or ram."
         )
     return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+
+def check_placement(placement: str) -> None:
+    """Raises a `ValueError` unless there is such a placement."""
+    if placement not in PLACEMENTS:
+        raise ValueError(f"`placement` is one of {', '.join(PLACEMENTS)}, not {placement!r}.")
 
 
 def choose_placement(nbytes: int, device: str | torch.device | None = None) -> str:

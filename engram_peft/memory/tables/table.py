@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from transformers.utils import logging
 from .checkpoint import Paths, checkpoint_columns
 from .digests import ChunkDigests
 from .format import (
+    TABLE,
     RowLayout,
     TableChangedError,
     TableHeader,
@@ -28,13 +30,14 @@ from .format import (
     table_header,
 )
 from .placement import (
-    PLACEMENTS,
+    QUICK_GATHER,
     Column,
     CudaRows,
     HostRows,
     MappedRows,
     PinnedRows,
     Region,
+    check_placement,
     choose_placement,
     cuda_device,
     read_pieces,
@@ -45,6 +48,8 @@ from .prefetch import in_background
 from .stats import Counters, TableStats
 
 
+_QUICK_ROW = 100  # nanoseconds that one row more takes at most, from memory
+_MANY_ROWS = 1024  # cost more if they are missing, one after the other, than finding out
 VERIFY = ("size", "lazy", "full")
 logger = logging.get_logger(__name__)
 
@@ -93,6 +98,7 @@ class Table:
         self.paths, self.layout, self.head_sizes = paths, layout, head_sizes
         self.hash: Mapping[str, Any] | None = None if header is None else header.hash
         self._columns, self._header, self._reopen = columns, header, reopen
+        self._files = {region.path: _identity(region.path) for column in columns for region in column.regions}
         nbytes = sum(column.nbytes for column in columns)
         self.placement = choose_placement(nbytes, device) if placement == "auto" else placement
         self._on_gpu = self.placement in ("pinned", "cuda")
@@ -163,25 +169,34 @@ class Table:
             `TableChangedError`: A mapped file changed since it was opened.
         """
         started = time.perf_counter_ns()
-        columns = self._host
+        columns, looked, count = self._host, 0, ids.numel()
         if self._on_gpu:
             rows = self._decoded(self._taken_on_gpu(ids))
         elif not columns:
             raise ValueError("This table was closed.")
         else:
-            where = self._flat(ids)
+            where, looked = self._flat(ids), columns[0].looks
             target = None  # where rows can be put at once
             if out is not None and out.is_cpu and out.is_contiguous() and not self._scaled:
                 self._check_out(target := out, ids.shape)
                 self._check_rows(where, ids)
             try:
+                if count >= _MANY_ROWS and looked <= 0:
+                    for column in columns:
+                        column.probe(where)
                 if self._scaled:
                     rows = self._decoded([column.take(where) for column in columns])
                 else:
                     rows = columns[0].take(where, target)
             except IndexError:
                 raise self._outside(ids) from None
-        self._counters.add_gather(ids.numel(), time.perf_counter_ns() - started)
+        waited = time.perf_counter_ns() - started
+        self._counters.add_gather(count, waited)
+        if not looked and waited > QUICK_GATHER + _QUICK_ROW * count:
+            for column in columns:
+                column.looks = max(
+                    column.looks, 1
+                )  # pages may have been read, so the next gather looks for missing ones first
         if out is None or rows is out:
             return rows
         if isinstance(rows, ScaledRows):
@@ -210,8 +225,12 @@ class Table:
             What says when it was asked for, and for how many pages; 0 where nothing is on disk. Nobody needs to wait for it.
         """
         where = self._flat(ids)
-        self._check_rows(where, ids)
-        rows = where.numpy().copy()  # the caller may change its ids before the thread comes to them
+        if (
+            self._heads == 1
+        ):  # nobody has looked yet; and the caller may change its ids before the thread comes to them
+            self._check_rows(where, ids)
+            where = where.clone()
+        rows = where.numpy()
         mapped = [column for column in self._host if isinstance(column, MappedRows)]
         if not mapped:
             done: Future[int] = Future()
@@ -224,6 +243,13 @@ class Table:
             return pages
 
         return in_background(ask)
+
+    def worth_prefetching(self, count: int) -> bool:
+        """Whether to `prefetch` so many rows: not those that are in memory, as few are when gathers were quick lately.
+
+        To ask for few rows takes longer than to gather them when they are there.
+        """
+        return self.placement == "mmap" and (count >= _MANY_ROWS or any(column.looks > 0 for column in self._host))
 
     def raw_rows(self, start: int, stop: int) -> np.ndarray:
         """The bytes of rows `start` to `stop`, counted over all heads, as a file of one table holds them: uint8 `[n, row_bytes]`."""
@@ -242,12 +268,13 @@ class Table:
             ids = ids.cpu()
         if self._offsets is None:
             return ids
-        if ids.ndim == 0 or ids.shape[-1] != self._heads:
-            raise self._wrong_heads(ids)
-        inside = torch.clamp(ids, self._zeros, self._last)
-        if not torch.equal(inside, ids):
-            raise self._outside(ids)
-        return inside + self._offsets
+        try:
+            inside = torch.clamp(ids, self._zeros, self._last)
+        except RuntimeError:
+            raise self._wrong_heads(ids) from None
+        if not inside.equal(ids):  # also where ids were broadcast to the heads
+            raise self._outside(ids) if ids.shape[-1:] == inside.shape[-1:] else self._wrong_heads(ids)
+        return inside.add_(self._offsets)
 
     def _check_rows(self, where: torch.Tensor, ids: torch.Tensor) -> None:
         """Raises an `IndexError` if row numbers of the whole table are none."""
@@ -321,8 +348,35 @@ class Table:
         digests.check_whole(whole.hexdigest())
 
     def to(self, placement: str, device: str | torch.device | None = None) -> Table:
-        """The same table in another place, opened from the same files. This one stays open."""
-        return self._reopen(placement=placement, device=device)
+        """The same table in another place, opened from the same files. This one stays open.
+
+        Raises:
+            `FileNotFoundError`: A file was renamed or deleted since this table was opened.
+            `TableChangedError`: A file is another one by now.
+        """
+        moved = self._reopen(placement=placement, device=device)
+        for path, identity in self._files.items():
+            if moved._files[path] != identity:
+                raise TableChangedError(
+                    f"{path} is another file than when this table was opened. Put it back, or open the table that it holds."
+                )
+        return moved
+
+    @contextmanager
+    def tensors(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The tensors of the file or the checkpoint that hold the rows, by their names there. Views: do not write to them.
+
+        Raises:
+            `ValueError`: Rows have scales, or the table was closed.
+            `TableChangedError`: A mapped file changed, before the block or while it ran.
+        """
+        if self._scaled:
+            raise ValueError("Rows with scales are no single tensor.")
+        if not (held := self._host or self._gpu):
+            raise ValueError("This table was closed.")
+        regions = self._columns[0].regions
+        with held[0].parts([region.rows for region in regions]) as parts:
+            yield {region.name: part.view(region.shape) for region, part in zip(regions, parts, strict=True)}
 
     def save(self, path: str | os.PathLike) -> None:
         """Puts the table's file at `path` too, without reading it where the file system can link; never over another file.
@@ -421,8 +475,7 @@ def open_table(
     """
     if verify not in VERIFY:
         raise ValueError(f"`verify` is one of {', '.join(VERIFY)}, not {verify!r}.")
-    if placement not in PLACEMENTS:
-        raise ValueError(f"`placement` is one of {', '.join(PLACEMENTS)}, not {placement!r}.")
+    check_placement(placement)
     arguments: dict[str, Any] = {"tensor": tensor, "scales": scales, "head_sizes": head_sizes, "verify": verify}
     reopen = partial(open_table, path, **arguments, placement=placement, device=device)
     header = None
@@ -437,7 +490,7 @@ def open_table(
         layout, sizes = header.layout, header.head_sizes
         columns: tuple[Column, ...] = (
             Column(
-                (Region(os.fspath(path), header.table.start, header.rows),),
+                (Region(os.fspath(path), header.table.start, header.rows, TABLE, header.table.shape),),
                 layout.row_bytes,
                 torch.uint8 if layout.scale_dtype else layout.dtype,
             ),
@@ -452,6 +505,12 @@ def open_table(
     return Table(
         path, layout, sizes, columns, header=header, verify=verify, placement=placement, device=device, reopen=reopen
     )  # fmt: skip
+
+
+def _identity(path: str) -> tuple[int, ...]:
+    """What tells a file from another one, and from what it was before somebody wrote to it."""
+    found = os.stat(path)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _own_header(path: str | os.PathLike) -> TableHeader:

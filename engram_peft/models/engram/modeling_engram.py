@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.distributed import gather_full_state_dict
 from transformers.utils import is_accelerate_available
 from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import ModelOutput
@@ -24,9 +29,16 @@ from ...memory.hashing import NgramHash
 from ...memory.layer import BranchRMSNorm, DilatedConv, NgramMemory, NgramTable
 from ...memory.state import decoding_state
 from ...memory.stream import OneAtATime, TokenStream, decoder_layers, open_stream, token_ids_of
+from ...memory.tables.checkpoint import LOADING_OPTIONS, files_of_model, model_files
+from ...memory.tables.modules import MappedMultiHeadEmbedding
+from ...memory.tables.placement import check_placement
+from ...memory.tables.saving import save_with_tables
 from ...memory.token_map import check_token_map, grow_token_map
+from ...sharded import share_first
 from .configuration_engram import EngramLMConfig
+from .placing import as_parameter, check_same_rows, frozen, serve, table_key, tables_in
 from .remote_code import is_remote_code
+from .tensor_parallel import TABLE_BY_ROW
 
 
 if is_accelerate_available():  # without it there is no device map
@@ -78,6 +90,7 @@ class EngramPreTrainedModel(PreTrainedModel):
     base_model_prefix = "backbone"
     supports_gradient_checkpointing = True
     _no_split_modules = ["NgramMemory"]  # the backbone's are added when the model is made
+    _tp_plan = {"memories.*.table": TABLE_BY_ROW}  # and the plan of the backbone
     _no_placement_params = ["table.weight"]  # a table that fits on no accelerator stays in host memory
     # What attention and experts can do is up to the backbone, which checks again.
     _supports_flash_attn = True
@@ -111,6 +124,9 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         config ([`EngramLMConfig`]): The backbone and its memories.
         backbone (`PreTrainedModel`, *optional*):
             The backbone itself, by default a new one. To add memories to a trained model, use [`~EngramForCausalLM.from_backbone`].
+        table_files (`Sequence[Path]`, *optional*):
+            Safetensors files to serve the tables from, which then are no parameters. To load a model that way, use the argument
+            `table_placement` of [`~EngramForCausalLM.from_pretrained`].
 
     Example:
 
@@ -132,20 +148,32 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
 
     token_map: torch.Tensor | None
 
-    def __init__(self, config: EngramLMConfig, backbone: PreTrainedModel | None = None) -> None:
+    def __init__(
+        self,
+        config: EngramLMConfig,
+        backbone: PreTrainedModel | None = None,
+        table_files: Sequence[str | os.PathLike] | None = None,
+    ) -> None:
         super().__init__(config)
         self.backbone = _new_backbone(config.text_config) if backbone is None else backbone
         self._is_stateful = self.backbone._is_stateful
         self._can_compile_fullgraph = self.backbone._can_compile_fullgraph
         self.spec = config.memory_spec()
-        self.memories = nn.ModuleDict({str(i): NgramMemory(self.spec, i) for i in self.spec.layer_ids})
+        memories = {str(i): NgramMemory(self.spec, i) for i in self.spec.layer_ids}
+        self.memories = nn.ModuleDict(memories)
         layers = decoder_layers(self.backbone)
         for layer_id in self.spec.layer_ids:
             layers[layer_id].register_forward_pre_hook(MemoryHook(self, layer_id), with_kwargs=True)
         self.register_buffer("token_map", self._new_token_map())
         self._stream: TokenStream | None = None  # set during `forward` only
         self._turns = OneAtATime()
+        if table_files is not None:
+            serve(memories, tables_in(table_files, memories))
         self.post_init()
+        # a checkpoint holds rows also for a model that reads them from elsewhere
+        self._keys_to_ignore_on_load_unexpected |= {
+            rf"^{re.escape(table_key(layer))}$" for layer in self._mapped_tables()
+        }
 
     @property
     def base_model(self) -> Any:
@@ -187,7 +215,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
         finally:
             torch.set_default_dtype(default_dtype)
         for layer_id, device in devices.items():
-            model.memories[str(layer_id)].to(device)
+            memory: Any = model.memories[str(layer_id)].to(device)
+            share_first([memory.kv_proj.weight], backbone.parameters())
         model.train(backbone.training)
         model.generation_config = backbone.generation_config
         model._adopt_placement(devices)
@@ -207,16 +236,35 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: Any,
+        *args: Any,
+        table_placement: str | None = None,
+        output_loading_info: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """As in transformers, but a checkpoint of this class that lacks weights of its memories is refused.
 
         A plain causal language model gets new memories, which say nothing before they are trained; arguments that start with
         `engram_` describe them. Without a token map: for one, see [`~EngramForCausalLM.from_backbone`].
 
+        Args:
+            table_placement (`str`, *optional*):
+                Where the tables live: `"mmap"` serves them from the checkpoint's own safetensors files, where they lie; `"ram"`,
+                `"pinned"`, `"cuda"` and `"auto"` as for `open_table`. They are read-only then, and no parameters. By default they
+                are parameters like the rest. [`~EngramForCausalLM.table_to`] changes it later.
+
         Raises:
-            `ValueError`: Weights of memories or the token map are missing, and not asked for with `output_loading_info=True`.
+            `ValueError`:
+                Weights of memories or the token map are missing, and not asked for with `output_loading_info=True`; or tables are
+                that `table_placement` is about.
+            `TableError`, `FileNotFoundError`: With `table_placement`, a file is missing, truncated or damaged.
         """
+        if table_placement is not None:
+            check_placement(table_placement)
+            options = {name: kwargs[name] for name in LOADING_OPTIONS if name in kwargs}
+            kwargs["table_files"] = model_files(pretrained_model_name_or_path, **options)
+            kwargs.pop("force_download", None)  # has happened, and once more would replace the files
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         missing = sorted(name for name in info["missing_keys"] if name.startswith(("memories.", "token_map")))
         if missing and not model.config._new_memories and not output_loading_info:
@@ -227,6 +275,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             )
         if hasattr(model, "hf_device_map"):
             model._place_memories()
+        if table_placement not in (None, "mmap"):
+            model.table_to(table_placement)
         return (model, info) if output_loading_info else model
 
     def _place_memories(self) -> None:
@@ -249,7 +299,95 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
                 trainable = getattr(module, name).requires_grad
                 setattr(module, name, nn.Parameter(value.cpu(), requires_grad=trainable))
             for child in memory.children():
-                child.to(child.weight.device if child is memory.table else _device_of(layers[layer_id]))
+                child.to(child.weight.device if isinstance(child, NgramTable) else _device_of(layers[layer_id]))
+
+    # ------------------------------------------------------------------------------------------------- tables
+
+    def table_to(
+        self,
+        placement: str,
+        *,
+        device: str | torch.device | None = None,
+        checkpoint: str | os.PathLike | None = None,
+    ) -> EngramForCausalLM:
+        """Moves the tables of the memories. The outputs stay the same to the bit.
+
+        Args:
+            placement (`str`):
+                `"mmap"`, `"ram"`, `"pinned"`, `"cuda"` or `"auto"`, as for `open_table`: the tables are read-only, and neither
+                parameters nor in the state dict. `"parameter"`: they are parameters, beside the other weights of their memory.
+            device (`str` or `torch.device`, *optional*):
+                The GPU of `"cuda"` and `"pinned"`; by default that of the memory, if it is on one.
+            checkpoint (`str` or `os.PathLike`, *optional*):
+                The folder that holds tables which are parameters now; by default the one that the model was loaded from.
+
+        Raises:
+            `ValueError`: The checkpoint holds other rows than the model does.
+            `RuntimeError`: The model is being trained, and the rows with it.
+            `TableError`, `FileNotFoundError`: A file is missing, damaged, or not what it was when its table was opened.
+        """
+        memories: dict[str, Any] = dict(self.memories.items())
+        mapped = self._mapped_tables()
+        if placement == "parameter":
+            for layer, table in {layer: as_parameter(memories[layer]) for layer in mapped}.items():
+                memories[layer].table = table
+            return self
+        check_placement(placement)
+        tables = {layer: module.table for layer, module in mapped.items()}
+        resident = {layer: memory for layer, memory in memories.items() if layer not in mapped}
+        if resident:
+            if self.training and any(memory.table.weight.requires_grad for memory in resident.values()):
+                raise RuntimeError(
+                    "The tables are being trained, and would be read-only. Call `eval()` or freeze them first."
+                )
+            tables |= tables_in(files_of_model(self) if checkpoint is None else model_files(checkpoint), resident)
+            check_same_rows(resident, tables)
+        for layer, memory in memories.items():
+            near = memory.kv_proj.weight.device
+            wanted = device or (near if near.type == "cuda" or placement == "auto" else None)
+            if tables[layer].placement != placement or device is not None:
+                tables[layer] = tables[layer].to(placement, wanted)
+        serve(memories, tables)
+        return self
+
+    def train(self, mode: bool = True) -> EngramForCausalLM:
+        """As in torch. Rows that are no parameters cannot be trained.
+
+        Raises:
+            `RuntimeError`: Weights of the memories are to be trained, and rows with them that are in a read-only table.
+        """
+        tables = list(self._mapped_tables().values())
+        if mode and not any(parameter.requires_grad for parameter in self.memories.parameters()):
+            with frozen(tables):  # nobody trains the memories: an adapter is for the backbone, say
+                return super().train()
+        for table in tables if mode else ():
+            table.check_frozen()  # before anything has changed
+        return super().train(mode)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """As in transformers. Tables that are no parameters are saved as if they were, from where they lie.
+
+        Of a model that lies on several processes, all of them have to call it: the first one writes.
+
+        Raises:
+            `TableChangedError`: The file of a table is not what it was when it was opened.
+        """
+        sharded_by_others = getattr(self.config, "distributed_config", None) is None
+        if state_dict is None and sharded_by_others and any(isinstance(p, DTensor) for p in self.parameters()):
+            state_dict = gather_full_state_dict(self)
+        save_with_tables(self, super().save_pretrained, save_directory, is_main_process, state_dict, *args, **kwargs)
+
+    def _mapped_tables(self) -> dict[str, MappedMultiHeadEmbedding]:
+        """Tables that are no parameters, by their layers."""
+        tables = {layer: memory.table for layer, memory in self.memories.items()}
+        return {layer: table for layer, table in tables.items() if isinstance(table, MappedMultiHeadEmbedding)}
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str | type = "AutoModelForCausalLM") -> None:
@@ -399,6 +537,8 @@ class EngramForCausalLM(EngramPreTrainedModel, GenerationMixin):
             cache=cache,
             backbone_layers=text_config.num_hidden_layers,
         )
+        memories: Any = self.memories
+        stream.prefetch(memories[str(layer_id)] for layer_id in sorted(self.spec.layer_ids))
         self._turns.acquire()
         self._stream = stream
         try:

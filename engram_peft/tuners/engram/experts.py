@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 
 from ...editing.experts import ParameterStack, Routes, tapped
 from ...editing.weights import onloaded
+from ...sharded import gathered
 from .config import EngramConfig
 from .layer import EngramLayer, RowStrength, wide
 
@@ -210,10 +211,10 @@ class ParamWrapper(nn.Module, EngramLayer):
     def _original_stacks(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """The Parameter as it is unmerged, in the shape of the stack, and the biases `(E, out)`."""
         with self._original_in_place(), onloaded(self.get_base_layer()):
-            weight, bias = self.base_weight().detach(), self.base_bias()
+            weight, bias = gathered(self.base_weight().detach()), self.base_bias()
             yield (
                 weight.reshape(self._stack.stored_shape),
-                None if bias is None else bias.detach().reshape(self.num_experts, -1),
+                None if bias is None else gathered(bias.detach()).reshape(self.num_experts, -1),
             )
 
     def expert_matrix(self, expert: int) -> torch.Tensor:
@@ -276,13 +277,6 @@ class ParamWrapper(nn.Module, EngramLayer):
             if checked_in is not None and not torch.isfinite(total.to(checked_in)).all():
                 raise ValueError(f"NaNs detected in the merged weights. The adapter {name} seems to be broken")
         return total
-
-    def _put(self, name: str | None, tensor: torch.Tensor) -> None:
-        """Gives the module a new Parameter of the old one's shape."""
-        assert name is not None
-        base = self.get_base_layer()
-        old = base.get_parameter(name)
-        setattr(base, name, nn.Parameter(tensor.view(old.shape), requires_grad=old.requires_grad))
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """PEFT's conversion knows layers only: use `EngramModel.save_as_lora`."""

@@ -2,8 +2,8 @@
 
 The closed-form edit `W <- W - alpha f W M` is an edit of the layer's input, `y = W (x - alpha f M x)`. The adapter holds `M` as
 thin factors and, where rows are the input itself, never needs the weight: the base layer may be of any precision, quantised,
-offloaded or sharded along its output, and a tied weight stays tied. How the layer's input and weight are to be read is the
-business of its `LayerKind`.
+offloaded or sharded, and a tied weight stays tied. How the layer's input and weight are to be read is the business of its
+`LayerKind`; what is different if they are sharded, that of `sharded.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from typing import Any, cast
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from ...editing.kinds import kind_of, unsupported
 from ...editing.weights import execution_device, float_weight, onloaded
+from ...sharded import gathered, overwrite, share_first
 from .config import EngramConfig
-from .stored import StoredWeight, check_can_be_replaced, check_sharding, quantization_backend, replace_weight
+from .sharded import mesh_of_input, shard_factors, taken_from_bias, taken_out_of_slice
+from .stored import StoredWeight, check_can_be_replaced, quantization_backend, replace_weight
 
 
 # Rank of an adapter whose rank is left to the data, until it is filled.
@@ -97,7 +101,7 @@ class EngramLayer(BaseTunerLayer):
             raise TypeError(unsupported("", base))
         self.kind = kind
         self.quantization_backend = quantization_backend(base, self.kwargs.get("get_apply_tensor_subclass"))
-        check_sharding(base)
+        mesh_of_input(base, kind)  # raises where it is sharded in a way that its factors cannot be
         self.groups, self.out_features, self.in_features = kind.shape(base)
 
     # ---------------------------------------------------------------------------------------------- adapters
@@ -130,6 +134,7 @@ class EngramLayer(BaseTunerLayer):
             if isinstance(a, nn.Linear):
                 nn.init.normal_(a.weight, std=self._initial_spread)
             nn.init.zeros_(b.weight)
+        self._shard_factors(adapter_name, drawn=True)
         # and to its dtype, until PEFT casts to float32
         super()._move_adapter_to_device_of_base_layer(adapter_name, self.device)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
@@ -149,6 +154,20 @@ class EngramLayer(BaseTunerLayer):
         )
         self.engram_B[adapter_name] = nn.Linear(r, self.groups * (self.in_features + extra), bias=False)
         self.engram_strength[adapter_name] = RowStrength(r)
+
+    @property
+    def _row_parallel_mesh(self) -> DeviceMesh | None:
+        """The processes over which the layer's input is sharded, if it is."""
+        return mesh_of_input(self.get_base_layer(), self.kind)
+
+    def _shard_factors(self, adapter_name: str, drawn: bool = False) -> None:
+        """Shards new factors as the base layer's input is; those drawn at random are made the same everywhere first."""
+        modules = self.modules_of(adapter_name)
+        if drawn:
+            base = self.get_base_layer().parameters(recurse=False)
+            share_first([tensor for module in modules for tensor in module.parameters()], base)
+        if (mesh := self._row_parallel_mesh) is not None:
+            shard_factors(*modules, self.in_features, mesh)
 
     def modules_of(self, adapter_name: str) -> tuple[nn.Linear | nn.Identity, nn.Linear, RowStrength]:
         """`A`, `B` and the strengths of an adapter."""
@@ -201,6 +220,7 @@ class EngramLayer(BaseTunerLayer):
                 a.bias = parameter(right[:, self.in_features])
         b.weight = parameter(left.reshape(-1, left.shape[-1]))
         rows.weight = parameter(torch.as_tensor(strength, dtype=left.dtype).expand(left.shape[-1]))
+        self._shard_factors(adapter_name)
 
     def public_name(self, name: str) -> str:
         """What the layer is called in the unwrapped model, where the wrapper is called `name`."""
@@ -220,16 +240,20 @@ class EngramLayer(BaseTunerLayer):
             self.fill(adapter_name, *factors)
 
     def factors(self, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as `EngramLayer.fill` takes them."""
+        """`A` `(r, width)`, `B` `(width, r)` and the strengths `(r,)`, as `EngramLayer.fill` takes them.
+
+        Sharded factors are gathered, so all processes have to ask for them.
+        """
         a, b, rows = self.modules_of(adapter_name)
-        left = b.weight
+        left, strength = gathered(b.weight), gathered(rows.weight)
         if isinstance(a, nn.Identity):
             right = torch.eye(self.in_features, dtype=left.dtype, device=left.device).repeat(self.groups, 1)
         else:
-            right = a.weight if a.bias is None else torch.cat([a.weight, a.bias[:, None]], dim=1)
+            right = gathered(a.weight)
+            right = right if a.bias is None else torch.cat([right, gathered(a.bias)[:, None]], dim=1)
         if self.groups > 1:
             right, left = right.unflatten(0, (self.groups, -1)), left.unflatten(0, (self.groups, -1))
-        return right, left, rows.weight
+        return right, left, strength
 
     def dtype_of(self, adapter_name: str) -> torch.dtype:
         """The dtype of an adapter's factors."""
@@ -273,7 +297,10 @@ class EngramLayer(BaseTunerLayer):
     @torch.no_grad()
     def set_row_strengths(self, adapter_name: str, strengths: torch.Tensor, rows: slice = slice(None)) -> None:
         """Sets the strengths of some rows of an adapter's factors, `(number of rows,)`."""
-        self.modules_of(adapter_name)[2].weight[rows] = strengths.to(self.modules_of(adapter_name)[2].weight)
+        held = self.modules_of(adapter_name)[2].weight
+        new = gathered(held).clone()
+        new[rows] = strengths.to(new)
+        overwrite(held, new)
 
     def check_scale(self, scale: float) -> None:
         """Raises a `ValueError` if the strength cannot be changed by `scale`: it is not finite, or the layer is merged."""
@@ -310,11 +337,11 @@ class EngramLayer(BaseTunerLayer):
         base = self.get_base_layer()
         with self._original_in_place(), onloaded(base):
             # through a weight that is edited in the forward pass gradients pass
-            weight = float_weight(base) if self.kind.rows_are_input else cast(torch.Tensor, base.weight)
+            weight = float_weight(base) if self.kind.rows_are_input else gathered(cast(torch.Tensor, base.weight))
             matrix, bias = self.kind.matrix(base, weight).to(wide(weight.dtype)), self.base_bias()
             if bias is None:
                 return matrix
-            column = bias.to(matrix).reshape(*matrix.shape[:-1], 1)
+            column = gathered(bias).to(matrix).reshape(*matrix.shape[:-1], 1)
             return torch.cat([matrix, column], dim=-1)
 
     @contextmanager
@@ -396,7 +423,7 @@ class EngramLayer(BaseTunerLayer):
             )
             return
         base = self.get_base_layer()
-        check_can_be_replaced(base, self.quantization_backend)
+        check_can_be_replaced(base, self.quantization_backend, self._base_names[0])
         merged = self.merged_adapters + adapter_names
         before = StoredWeight.of(base, self._base_names)
         try:
@@ -426,20 +453,33 @@ class EngramLayer(BaseTunerLayer):
             self._write(total, original, any(self.absorbs_bias(name) for name in adapter_names))
 
     def _write(self, total: torch.Tensor, original: torch.Tensor, with_bias: bool) -> None:
-        """Gives the base layer new Parameters, and not new values: another layer may hold the same ones."""
+        """Gives the base layer new Parameters, and not new values: another layer may hold the same ones.
+
+        Sharded ones get new values, of which every process writes its own.
+        """
         base, bias = self.get_base_layer(), self.base_bias()
         matrix = total[..., : self.in_features]
         if self.quantization_backend is None:
             old = cast(nn.Parameter, base.weight)
             new = self.kind.weight(base, matrix).to(old.dtype).contiguous()
-            base.weight = nn.Parameter(new, requires_grad=old.requires_grad)
+            self._put("weight", new)
         else:
             stored = replace_weight(self, matrix)
             change = (matrix - original[..., : self.in_features]).norm()
             self.requantization_error = float((stored.to(matrix) - matrix).norm() / change.clamp_min(1e-30))
         if bias is not None and with_bias:
             # a quantised base layer may be another one by now
-            self.get_base_layer().bias = nn.Parameter(self._stored_bias(total, bias), requires_grad=bias.requires_grad)
+            self._put("bias", self._stored_bias(total, bias))
+
+    def _put(self, name: str | None, tensor: torch.Tensor) -> None:
+        """Gives the base layer a new Parameter of the old one's shape, or new values to a sharded one."""
+        assert name is not None
+        base = self.get_base_layer()
+        old = base.get_parameter(name)
+        if isinstance(old, DTensor):
+            overwrite(old, tensor.view(old.shape))
+        else:
+            setattr(base, name, nn.Parameter(tensor.view(old.shape), requires_grad=old.requires_grad))
 
     def unmerge(self) -> None:
         """Puts the base layer's own weight and bias back, to the bit."""
@@ -458,11 +498,16 @@ class EngramLayer(BaseTunerLayer):
     def _active(self) -> list[str]:
         return [name for name in self.active_adapters if name in self.engram_A]
 
-    def _taken_out(self, x: torch.Tensor, adapter_name: str) -> torch.Tensor:
-        """`scaling * B diag(strength) A x~`, `(..., in_features) -> (..., width)`."""
+    def _taken_out(self, x: torch.Tensor, adapter_name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`scaling * B diag(strength) A x~`: what is taken out of `x`, in its shape, and out of its constant, `(..., 1)`."""
         a, b, rows = self.modules_of(adapter_name)
-        narrow = rows(a(self._cast_input_dtype(x, b.weight.dtype)))
-        return self.engram_scaling[adapter_name] * b(narrow)
+        scaling, x = self.engram_scaling[adapter_name], self._cast_input_dtype(x, b.weight.dtype)
+        if (mesh := self._row_parallel_mesh) is not None:
+            taken, share = taken_out_of_slice(x, a, b, rows.weight, self.in_features, mesh)
+            return scaling * taken, None if share is None else scaling * share
+        taken = scaling * b(rows(a(x)))
+        share = taken[..., self.in_features :] if self.absorbs_bias(adapter_name) else None
+        return taken[..., : self.in_features], share
 
     def _edited_forward(
         self, x: torch.Tensor, adapter_names: Sequence[str], *args: Any, **kwargs: Any
@@ -478,16 +523,15 @@ class EngramLayer(BaseTunerLayer):
         edited: torch.Tensor = x
         constant: torch.Tensor | None = None
         for name in adapter_names:
-            taken = self._taken_out(x, name)
-            edited = edited - taken[..., : self.in_features]
-            if self.absorbs_bias(name):
-                share = taken[..., self.in_features :]
+            taken, share = self._taken_out(x, name)
+            edited = edited - taken
+            if share is not None:
                 constant = share if constant is None else constant + share
         result = self.base_layer(edited.to(x.dtype), *args, **kwargs)
         if constant is not None:
             # what was taken out of the constant 1 goes missing from the bias
             bias = cast(torch.Tensor, self.base_bias())
-            result = (result - constant * bias).to(result.dtype)
+            result = (result - taken_from_bias(constant, bias, result)).to(result.dtype)
         return result
 
     def _forward_with_edited_weight(

@@ -19,6 +19,8 @@ from peft.utils import get_quantization_kwargs
 from peft.utils.error import NoMatchingPeftModuleError
 from peft.utils.other import AuxiliaryTrainingWrapper, get_pattern_key
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
 from ...editing.experts import ParameterStack
@@ -38,8 +40,9 @@ from ...editing.selection import (
     unwrap,
 )
 from ...editing.tuning import AlphaCurve
+from ...sharded import gathered
 from ..arguments import check_adapter_exists, check_adapter_name, check_weighted_sum
-from ..loading import check_adapter_tensors, remove_unloaded
+from ..loading import check_adapter_tensors, remove_unloaded, shard_adapter_tensors
 from ..mixed_batches import check_adapter_names, handed_adapter_names
 from .config import EngramConfig, exact_pattern
 from .experts import ParamWrapper, nested_names
@@ -212,7 +215,7 @@ class EngramModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         # a file must not depend on what other adapters wrap; and those of another kind may have the same name
         found = super()._get_adapter_state_dict(model, config, adapter_name, *args, **kwargs)
-        found = {key: tensor for key, tensor in found.items() if f".{cls.prefix}" in key}
+        found = {key: gathered(tensor) for key, tensor in found.items() if f".{cls.prefix}" in key}
         return _renamed(found, {name: alone for alone, name in _wrapper_names(model, adapter_name).items()})
 
     @classmethod
@@ -223,12 +226,13 @@ class EngramModel(BaseTuner):
         prefix = "base_model.model."  # which files have, and models without a `PeftModel` around them do not
         state_dict = _renamed(state_dict, names | {prefix + alone: prefix + name for alone, name in names.items()})
         remapped = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
+        own = _adapter_tensors(model, adapter_name)
         try:
-            _check_adapter_weights(model, adapter_name, remapped)
+            check_adapter_tensors(own, remapped, cls.prefix)
         except ValueError:
             remove_unloaded(model, adapter_name, EngramModel)
             raise
-        return remapped
+        return shard_adapter_tensors(own, remapped)
 
     def engram_layers(self, adapter_name: str | None = None) -> dict[str, EngramLayer]:
         """The ENGRAM layers, or those that have the adapter, by name."""
@@ -405,6 +409,7 @@ class EngramModel(BaseTuner):
 
     def unmerge_adapter(self) -> None:
         """Puts the weights of the base model back, to the bit, and ties what was tied."""
+        self._reshard()
         for layer in self.engram_layers().values():
             layer.unmerge()
         self._set_tied(True)
@@ -517,10 +522,17 @@ class EngramModel(BaseTuner):
 
     def _check_can_merge(self, adapter_names: list[str] | None, untie: bool) -> None:
         """Raises an error, before the first layer is touched, if one cannot be merged into."""
+        self._reshard()
         for layer in self.engram_layers().values():
             if any(name in layer.engram_A for name in (adapter_names or self.active_adapters)):
-                check_can_be_replaced(layer.get_base_layer(), layer.quantization_backend)
+                check_can_be_replaced(layer.get_base_layer(), layer.quantization_backend, layer._base_names[0])
         self._check_untied(adapter_names, untie)
+
+    def _reshard(self) -> None:
+        """Frees what FSDP2 still holds of gathered weights since the last forward pass: merging writes the shards."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _check_untied(self, adapter_names: list[str] | None, untie: bool) -> None:
         """Raises a `ValueError` if a weight that is to change belongs to another layer as well."""
@@ -530,7 +542,13 @@ class EngramModel(BaseTuner):
             for parameter in module.parameters(recurse=False):
                 owners.setdefault(id(parameter), []).append(key)
         for key, layer in self.engram_layers().items():
-            shared = owners.get(id(getattr(layer.get_base_layer(), layer._base_names[0], None)), [])
+            weight = getattr(layer.get_base_layer(), layer._base_names[0], None)
+            shared = owners.get(id(weight), [])
+            if len(shared) > 1 and isinstance(weight, DTensor) and any(name in layer.engram_A for name in names):
+                raise ValueError(
+                    f"{key} shares its weight with other layers, and it is sharded: it cannot be given one of its own. Keep the adapter "
+                    "unmerged, where the tie does not matter, or merge it into an unsharded model."
+                )
             if not untie and len(shared) > 1 and any(name in layer.engram_A for name in names):
                 others = [owner for owner in shared if self.model.get_submodule(owner) is not layer.get_base_layer()]
                 raise ValueError(
@@ -622,16 +640,15 @@ def _check_adapter_name(model: nn.Module, adapter_name: str) -> None:
     check_adapter_name(adapter_name, reserved, [key for key, _ in outer_modules(model)])
 
 
-def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> None:
-    """Raises a `ValueError` unless `state_dict` holds every factor of the adapter, in its shape."""
-    own = {
+def _adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
+    """Every factor of an adapter, by its name in `model`."""
+    return {
         f"{key}.{part}": tensor
         for key, module in model.named_modules()
         if isinstance(module, EngramLayer) and adapter_name in module.engram_A
         for part, tensor in module.state_dict().items()
         if part.startswith(tuple(f"{name}.{adapter_name}." for name in module.adapter_layer_names))
     }
-    check_adapter_tensors(own, state_dict, EngramModel.prefix)
 
 
 def _wrapper_names(model: nn.Module, adapter_name: str) -> dict[str, str]:

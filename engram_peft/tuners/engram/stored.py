@@ -9,13 +9,14 @@ from typing import Any, cast
 import torch
 from peft.utils import resolve_quantization_backend
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from ...editing.weights import float_weight, is_packed, is_quantized, offload_hook
 
 
 # What bitsandbytes keeps on the layer beside the Parameter.
 _BESIDE = ("state", "quant_state")
+RESHARD = "Call `reshard()` of the model that `fully_shard` returned first: after a forward pass it keeps its own weights gathered."
 
 
 @dataclass
@@ -23,7 +24,8 @@ class StoredWeight:
     """Everything about a base layer that merging replaces.
 
     The Parameters themselves are kept and not their values: putting them back is exact and restores ties, too. Of an offloaded
-    layer it is the map that accelerate loads them from.
+    layer it is the map that accelerate loads them from. Sharded Parameters keep their place, as FSDP2 knows them by it: of those
+    it is this process's shard.
     """
 
     base: nn.Module
@@ -32,15 +34,20 @@ class StoredWeight:
     attributes: dict[str, Any]
     beside: dict[str, Any]
     weights_map: Any
+    shards: dict[str, torch.Tensor]
 
     @classmethod
     def of(cls, base: nn.Module, names: tuple[str, str | None] = ("weight", "bias")) -> StoredWeight:
         """What `base` holds now. `names` are those of its weight and its bias."""
         parameters = {name: parameter for name, parameter in base._parameters.items() if name in names}
-        attributes = dict(vars(parameters[names[0]])) if parameters.get(names[0]) is not None else {}
+        weight = parameters.get(names[0])
+        attributes = {} if weight is None or isinstance(weight, DTensor) else dict(vars(weight))
         # a shallow copy: the libraries empty these objects and do not write into their tensors
         beside = {name: copy.copy(vars(base)[name]) for name in _BESIDE if name in vars(base)}
-        return cls(base, names[0], parameters, attributes, beside, getattr(offload_hook(base), "weights_map", None))
+        weights_map = getattr(offload_hook(base), "weights_map", None)
+        sharded: dict[str, Any] = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+        shards = {name: parameter.to_local().detach().clone() for name, parameter in sharded.items()}
+        return cls(base, names[0], parameters, attributes, beside, weights_map, shards)
 
     def put_back(self, layer: Any) -> None:
         """Puts everything back as it was into the base layer of `layer`, wherever the model is by now."""
@@ -54,6 +61,9 @@ class StoredWeight:
             current = getattr(now, name, None)
             if parameter is None or current is None:
                 continue
+            if isinstance(parameter, DTensor):
+                self._put_shard_back(name, parameter, current)
+                continue
             if type(parameter) is nn.Parameter and type(parameter.data) is torch.Tensor:
                 # the model may have been moved or cast in the meantime
                 parameter.data = parameter.data.to(current)
@@ -63,6 +73,12 @@ class StoredWeight:
         vars(self.base).update(self.beside)
         if self.attributes:
             vars(getattr(self.base, self.weight)).update(self.attributes)
+
+    @torch.no_grad()
+    def _put_shard_back(self, name: str, parameter: DTensor, current: torch.Tensor) -> None:
+        if current is not parameter:
+            raise RuntimeError(f"Cannot put the {name} of {self.base} back while FSDP holds it gathered. {RESHARD}")
+        parameter.to_local().copy_(self.shards[name])
 
     def _weights_to_load(self) -> Any:
         """The map for accelerate: as it was, but for Parameters that are not ours."""
@@ -112,15 +128,19 @@ def quantization_backend(base: nn.Module, get_apply_tensor_subclass: Any | None)
     return backend
 
 
-def check_can_be_replaced(base: nn.Module, backend: Any | None) -> None:
-    """Raises a `TypeError` if no merged weight can be stored in the layer."""
+def check_can_be_replaced(base: nn.Module, backend: Any | None, name: str = "weight") -> None:
+    """Raises a `TypeError` if no merged weight can be stored in the layer, a `RuntimeError` if none can be now."""
     remedy = "Keep the adapter unmerged, which needs no float weights and loses nothing"
-    if isinstance(weight := getattr(base, "weight", None), DTensor):
-        raise TypeError(
-            f"Cannot merge into a sharded weight ({weight.placements}). {remedy}, or merge into an unsharded model."
-        )
+    weight = getattr(base, name, None)
+    if getattr(base, "_is_fsdp_managed_module", False) and not isinstance(weight, DTensor):
+        raise RuntimeError(f"Cannot change the {name} of {base} while FSDP holds it gathered. {RESHARD}")
     if backend is None:
         return
+    if isinstance(weight, DTensor):
+        raise TypeError(
+            f"Cannot merge into a weight that is both quantised and sharded ({weight.placements}). {remedy}, or merge into an "
+            "unsharded model."
+        )
     if offload_hook(base) is not None:
         raise TypeError(f"Cannot merge into a weight that is both quantised and offloaded. {remedy}.")
     if backend.supports_merge:
@@ -134,20 +154,6 @@ def check_can_be_replaced(base: nn.Module, backend: Any | None) -> None:
         f"Cannot merge into a {backend.backend_name} layer, which cannot be requantised. {remedy}, or merge into the model before it "
         "is quantised."
     )
-
-
-def check_sharding(base: nn.Module) -> None:
-    """Raises a `TypeError` for a sharded layer that does not see its whole input, which is what an edit needs."""
-    weight = getattr(base, "weight", None)
-    if not isinstance(weight, DTensor):
-        return
-    if not all(
-        isinstance(place, Replicate) or (isinstance(place, Shard) and place.dim == 0) for place in weight.placements
-    ):
-        raise TypeError(
-            f"{type(base).__name__} is sharded by {weight.placements}: every process has a part of its input only. Column-parallel layers "
-            "(sharded along their output) can be edited; leave this one out with `exclude_modules`."
-        )
 
 
 def replace_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:

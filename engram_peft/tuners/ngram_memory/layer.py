@@ -19,6 +19,7 @@ from ...memory.layer import NgramMemory, NgramTable
 from ...memory.packed import PackedTable
 from ...memory.spec import NgramMemorySpec
 from ...memory.stream import OneAtATime, TokenStream, open_stream, token_ids_of
+from ...sharded import share_first
 
 
 # The attribute of a decoder layer that holds its memories.
@@ -103,6 +104,10 @@ class MemoryLayer(nn.Module, BaseTunerLayer):
             memory.table = PackedTable(spec.head_sizes(layer_id), spec.head_dim, touched_rows)
         elif not init_weights:
             nn.init.normal_(cast(NgramTable, memory.table).weight)
+        share_first(
+            [memory.kv_proj.weight, *([] if init_weights else memory.table.parameters())],
+            self.get_base_layer().parameters(),
+        )
         self.ngram_memory_layer[adapter_name] = memory
         if token_map is not None:
             self.ngram_memory_token_map[adapter_name] = TokenMap(token_map)
@@ -294,6 +299,8 @@ class TokenFeed:
         }
         if self.adapter_names is not None:
             self._rows = {name: _rows_for(name, self.adapter_names, token_ids) for name in adapters}
+        for name, stream in streams.items():
+            stream.prefetch(layer.memory_of(name) for layer in self.layers if name in layer.ngram_memory_layer)
         self._streams = streams
 
     def _token_map(self, adapter_name: str) -> torch.Tensor | None:

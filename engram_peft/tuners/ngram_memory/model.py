@@ -20,8 +20,9 @@ from ...memory.layer import NgramMemory
 from ...memory.packed import PackedTable, packed, row_problem, unpack_table, unpacked
 from ...memory.stream import decoder_layers
 from ...memory.token_map import check_token_map, grow_token_map
+from ...sharded import gathered
 from ..arguments import check_adapter_exists, check_adapter_name, check_weighted_sum
-from ..loading import check_adapter_tensors, remove_unloaded
+from ..loading import check_adapter_tensors, remove_unloaded, shard_adapter_tensors
 from ..mixed_batches import check_adapter_names, handed_adapter_names
 from .config import NgramMemoryConfig
 from .layer import CHILD_NAME, MemoryLayer, TokenFeed, TokenMap
@@ -202,6 +203,7 @@ class NgramMemoryModel(BaseTuner):
     ) -> dict[str, torch.Tensor]:
         """The adapter's entries, with touched rows instead of tables where they are smaller."""
         selected = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, unwanted_adapter_names)
+        selected = {key: gathered(tensor) for key, tensor in selected.items()}
         touched: dict[str, int] = {}
         for key, layer in _memory_layers(model, adapter_name).items():
             name = f"{key}.ngram_memory_layer.{adapter_name}.table"
@@ -226,11 +228,12 @@ class NgramMemoryModel(BaseTuner):
         try:
             rest, tables = _fit_tables(cls, model, config, adapter_name, state_dict)
             loaded = super()._remap_adapter_state_dict_for_load(model, config, adapter_name, rest) | tables
-            _check_adapter_weights(model, adapter_name, loaded)
+            own = _adapter_tensors(model, adapter_name)
+            check_adapter_tensors(own, loaded, cls.prefix)
         except ValueError:
             remove_unloaded(model, adapter_name, NgramMemoryModel)
             raise
-        return loaded
+        return shard_adapter_tensors(own, loaded)
 
     # ---------------------------------------------------------------------------------------------- combining
 
@@ -459,7 +462,7 @@ def _weighted(tensors: list[torch.Tensor], weights: Sequence[float]) -> torch.Te
 
 
 def _whole_state(memory: NgramMemory) -> dict[str, torch.Tensor]:
-    state = dict(memory.state_dict())
+    state = {key: gathered(tensor) for key, tensor in memory.state_dict().items()}
     if (rows := state.pop("table.rows", None)) is not None:
         state["table.weight"] = unpacked(rows, state["table.weight"], sum(memory.spec.head_sizes(memory.layer_id)))
     return state
@@ -566,9 +569,9 @@ def _resize(table: PackedTable, count: int) -> None:
         table.rows = torch.arange(count, device=table.rows.device)
 
 
-def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict[str, torch.Tensor]) -> None:
-    """Raises a `ValueError` unless `state_dict` holds every tensor of the adapter, in its shape."""
-    own = {
+def _adapter_tensors(model: nn.Module, adapter_name: str) -> dict[str, torch.Tensor]:
+    """Every tensor of an adapter, by its name in `model`."""
+    return {
         f"{key}.{part}": tensor
         for key, layer in _memory_layers(model, adapter_name).items()
         for part, tensor in layer.state_dict().items()
@@ -576,4 +579,3 @@ def _check_adapter_weights(model: nn.Module, adapter_name: str, state_dict: dict
             tuple(f"{name}.{adapter_name}." for name in ("ngram_memory_layer", "ngram_memory_token_map"))
         )
     }
-    check_adapter_tensors(own, state_dict, NgramMemoryModel.prefix)

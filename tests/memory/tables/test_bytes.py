@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engram_peft.memory.tables import ScaledRows, export_table, open_table
+from engram_peft.memory.tables import ScaledRows, TableChangedError, export_table, open_table
 from engram_peft.memory.tables.placement import CudaRows
 
 from .conftest import HEADS
@@ -180,6 +182,26 @@ def test_rows_for_a_gpu_are_the_same_bytes(exported, dim):
             table._checked_on_gpu(torch.tensor(ids))
     with pytest.raises(ValueError, match="3 heads"):
         table._checked_on_gpu(torch.tensor([0]))
+    with rows.parts([100, len(weight) - 100]) as (first, rest):
+        assert same(first, weight[:100]) and same(rest, weight[100:])
+
+
+@pytest.mark.parametrize("dtype", PLAIN, ids=str)
+def test_the_tensors_that_hold_a_table(dtype, placement, tmp_path):
+    weight = wild(dtype, 120, 8)
+    save_file({"a": weight[:50].clone(), "b": weight[50:110].view(2, 30, 8).clone()}, tmp_path / "1.safetensors")
+    save_file({"c": weight[110:].clone()}, tmp_path / "2.safetensors")
+    for names, parts in ((["a", "c"], [weight[:50], weight[110:]]), (["b"], [weight[50:110].view(2, 30, 8)])):
+        with open_table(tmp_path, tensor=names, placement=placement) as table, table.tensors() as tensors:
+            assert list(tensors) == names
+            assert all(same(*pair) for pair in zip(tensors.values(), parts, strict=True))
+    table.close()
+    with pytest.raises(ValueError, match="closed"), table.tensors():
+        pass
+    export_table(wild(torch.int8, 4, 8), None, tmp_path / "scaled.safetensors", scales=torch.ones(4, 1))
+    scaled = open_table(tmp_path / "scaled.safetensors")
+    with pytest.raises(ValueError, match="Rows with scales are no single tensor"), scaled.tensors():
+        pass
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -290,6 +312,31 @@ def test_saving_links_the_file(exported, tmp_path):
         assert path.samefile(tmp_path / "saved.safetensors")
         with pytest.raises(FileExistsError):
             table.save(tmp_path / "saved.safetensors")
+
+
+def test_saving_what_a_link_points_to(exported, tmp_path):
+    """As in the Hub's cache, where snapshots are links that are relative to their folder."""
+    path, _ = exported()
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "table.safetensors").symlink_to(Path("..", path.relative_to(tmp_path)))
+    with open_table(tmp_path / "snapshot" / "table.safetensors") as table:
+        table.save(tmp_path / "saved.safetensors")
+    assert path.samefile(tmp_path / "saved.safetensors")
+    assert not (tmp_path / "saved.safetensors").is_symlink()
+
+
+def test_moving_a_table_whose_file_was_replaced(exported, tmp_path):
+    path, weight = exported()
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    with open_table(path) as table:
+        export_table(bits(weight).flip(0).view(weight.dtype), HEADS, tmp_path / "other.safetensors")
+        os.replace(tmp_path / "other.safetensors", path)
+        assert same(table.gather(ids), looked_up(weight, HEADS, ids))
+        with pytest.raises(TableChangedError, match="is another file than when this table was opened"):
+            table.to("ram")
+        path.unlink()
+        with pytest.raises(FileNotFoundError):
+            table.to("ram")
 
 
 def test_saving_copies_where_links_are_not_possible(exported, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers.utils import logging
 
 from engram_peft.memory.tables import TableFormatError, export, export_table, open_table
 from engram_peft.memory.tables._system import LINUX
@@ -149,6 +150,7 @@ def test_a_killed_export_leaves_all_or_nothing(tmp_path, way, times):
         child = os.fork()
         if child == 0:
             try:
+                logging.disable_progress_bar()  # killed while it holds tqdm's lock, it would keep it from everybody
                 export_table(weight, None, path, chunk_bytes=8192)
             finally:
                 os._exit(0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +15,7 @@ from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextScaledWordEmbedding
 from transformers.utils import logging
 
-from engram_peft.memory.tables import MappedEmbedding, load_with_tables, offload, offload_tables
+from engram_peft.memory.tables import MappedEmbedding, checkpoint, load_with_tables, offload_tables
 
 from .rows import wild
 
@@ -86,6 +88,31 @@ def test_a_model_is_loaded_without_its_tables(qwen, monkeypatch, capsys):
     assert agrees(model, other)
     output = capsys.readouterr()
     assert "UNEXPECTED" not in output.out + output.err
+
+
+@pytest.mark.parametrize("placement", ["mmap", "ram"])
+@pytest.mark.parametrize("load", [True, False])
+def test_what_is_saved_is_complete(qwen, tmp_path, load, placement):
+    model, folder = qwen
+    if load:
+        other = load_with_tables(Qwen4ExpForCausalLM, folder, placement=placement)
+    else:
+        offload_tables(other := fresh(folder), placement=placement)
+    copies = [copy.deepcopy(other), pickle.loads(pickle.dumps(other))]
+    other.save_pretrained(tmp_path / "one", max_shard_size="30KB")
+    assert not [key for key in other.state_dict() if "ngram_embedding" in key]  # as before
+    assert agrees(model, fresh(tmp_path / "one"))
+    again = load_with_tables(Qwen4ExpForCausalLM, tmp_path / "one")
+    assert agrees(model, again)
+    again.save_pretrained(tmp_path / "two")
+    expected, found = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "two"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    with torch.no_grad():
+        other.lm_head.weight.zero_()  # copies save themselves, not what they were copied from
+    for number, each in enumerate(copies):
+        each.save_pretrained(tmp_path / str(number))
+        assert agrees(model, fresh(tmp_path / str(number)))
 
 
 def test_options_of_loading_arrive(qwen):
@@ -266,21 +293,22 @@ def test_a_name_of_the_hub_is_looked_up_in_the_cache(model, monkeypatch, sharded
     def cached(name, file, **options):
         asked.append((name, file, options["revision"]))
         if file == index.name:
-            return str(index) if sharded else None
-        return str(folder / "a.safetensors")
+            return str(index)
+        return None if sharded else str(folder / "a.safetensors")
 
-    monkeypatch.setattr(offload, "cached_file", cached)
+    monkeypatch.setattr(checkpoint, "cached_file", cached)
     shards = [str(folder / "a.safetensors"), str(folder / "b.safetensors")]
-    monkeypatch.setattr(offload, "get_checkpoint_shard_files", lambda name, path, **options: (shards, {}))
+    monkeypatch.setattr(checkpoint, "get_checkpoint_shard_files", lambda name, path, **options: (shards, {}))
     found.config = SimpleNamespace(_name_or_path="someone/model", _commit_hash="abc")
     tables = offload_tables(found, ["embed_tokens", "table"] if sharded else ["embed_tokens"])
     assert len(tables) == (2 if sharded else 1)
-    assert asked[0] == ("someone/model", index.name, "abc")
+    files = ["model.safetensors", index.name] if sharded else ["model.safetensors"]  # as transformers looks for them
+    assert asked == [("someone/model", file, "abc") for file in files]
 
 
 def test_a_model_of_the_hub_without_safetensors_is_refused(model, monkeypatch):
     found, _ = model
-    monkeypatch.setattr(offload, "cached_file", lambda *arguments, **options: None)
+    monkeypatch.setattr(checkpoint, "cached_file", lambda *arguments, **options: None)
     found.config = SimpleNamespace(_name_or_path="someone/model")
-    with pytest.raises(ValueError, match="someone/model has no safetensors files"):
+    with pytest.raises(FileNotFoundError, match="someone/model has no safetensors files"):
         offload_tables(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engram_peft.memory.tables import TableStats, _system, export_table, open_table, placement
+from engram_peft.memory.tables import TableStats, _system, export_table, open_table
 from engram_peft.memory.tables._system import LINUX
 from engram_peft.memory.tables.mapping import MappedFile, page_runs
 from engram_peft.memory.tables.stats import Counters
@@ -136,13 +137,43 @@ def test_a_gather_that_was_slow_makes_the_next_one_look(large, monkeypatch):
     path, _ = large
     clock = iter(range(0, 10**12, 1000))
     with open_table(path) as table:
-        monkeypatch.setattr(placement.time, "perf_counter_ns", lambda: next(clock))
+        monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
         for _ in range(40):
             table.gather(torch.tensor([1]))
-        assert table._host[0]._looks == 0
+        assert table._host[0].looks == 0
         clock = iter(range(0, 10**12, 1_000_000))
         table.gather(torch.tensor([1]))
-        assert table._host[0]._looks == 1
+        assert table._host[0].looks == 1
+
+
+@needs_linux
+def test_many_rows_are_tried_before_all_are_taken(large, monkeypatch):
+    path, weight = large
+    forget(path)
+    ids, asked, advise = torch.arange(3000), [], MappedFile.advise
+    monkeypatch.setattr(MappedFile, "advise", lambda self, runs: asked.append(runs.tolist()) or advise(self, runs))
+    clock = iter(range(0, 10**12, 1000))
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
+    with open_table(path) as table:
+        assert table.worth_prefetching(1)  # nobody knows yet
+        for _ in range(40):
+            table.gather(torch.tensor([1]))
+        assert not table.worth_prefetching(1) and table.worth_prefetching(3000)
+        asked.clear()
+        clock = iter(range(0, 10**12, 1_000_000))
+        assert same(table.gather(ids), bits(weight).view(torch.float16))
+        assert asked == [[[1, 188]]]  # although gathers were quick so far
+        assert table.worth_prefetching(1)
+        clock = iter(range(0, 10**12, 1000))
+        for _ in range(40):
+            table.gather(torch.tensor([1]))
+        asked.clear()
+        table.gather(ids)
+        assert asked == []
+        for number in (-1, 3000):
+            with pytest.raises(IndexError, match=f"Row {number} at position"):
+                table.gather(torch.full((2000,), number))
+    assert not open_table(path, placement="ram").worth_prefetching(3000)
 
 
 def test_who_may_not_ask_gets_no_number_and_the_rows(large, monkeypatch):
@@ -153,7 +184,7 @@ def test_who_may_not_ask_gets_no_number_and_the_rows(large, monkeypatch):
         assert "unknown resident" in str(table.stats())
         for _ in range(20):
             assert same(table.gather(torch.tensor([7])), bits(weight)[[7]].view(torch.float16))
-        assert table._host[0]._looks <= 0
+        assert table._host[0].looks <= 0
 
 
 def test_a_child_process_serves_and_prefetches_too(exported):

@@ -169,7 +169,11 @@ for load, save in ((folder, folder + "/again"), (folder + "/again", None)):
     if save:
         model.save_pretrained(save)
 out = model.generate(ids, max_new_tokens=4, do_sample=False)
-save_file({"logits": model(input_ids=ids).logits.detach(), "sequences": out}, folder + "/result.safetensors")
+expected = model(input_ids=ids).logits.detach()
+mapped = AutoModelForCausalLM.from_pretrained(folder + "/again", trust_remote_code=True, table_placement="mmap")
+assert not any(".table." in name for name in mapped.state_dict())
+assert torch.equal(mapped(input_ids=ids).logits, expected)
+save_file({"logits": expected, "sequences": out}, folder + "/result.safetensors")
 """
 
 
