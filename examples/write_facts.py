@@ -61,9 +61,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder)
 
-    # One layer with wide rows: two tables an order, as wide together as the hidden states.
+    # One late layer with wide rows: two tables an order, as wide together as the hidden states.
     config = NgramMemoryConfig(
-        layers_to_transform=[12],
+        layers_to_transform=[24],
         max_ngram_size=3,
         n_heads=2,
         head_dim=base.config.hidden_size // 2,

@@ -15,18 +15,20 @@ on the rows in turn, but on their direction only, so solving and looking at the 
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 from transformers.utils import logging
 
 from ..files import replace_safetensors
@@ -487,30 +489,46 @@ class _Questions:
         batch_size: int,
     ) -> None:
         self.model = model
-        self.texts: list[tuple[str, str]] = []
-        self.batches: list[_Batch] = []
-        tokens: list[tuple[list[int], list[int]]] = []
-        self.text_of_site: list[int] = []
+        found: list[tuple[str, str, list[int], list[int]]] = []
         for prompts, answer in facts:
             for prompt in [prompts] if isinstance(prompts, str) else prompts:
                 asked = tokenizer(prompt)["input_ids"]
                 expected = tokenizer(answer, add_special_tokens=False)["input_ids"]
                 if not asked or not expected:
                     raise ValueError(f"A fact needs a prompt and an answer, got {(prompt, answer)}.")
-                self.text_of_site += [len(self.texts)] * len(expected)
-                self.texts.append((prompt, answer))
-                tokens.append((asked, expected))
-        for begin in range(0, len(tokens), batch_size):
-            some = tokens[begin : begin + batch_size]
+                found.append((prompt, answer, asked, expected))
+        # Prompts of about one length go together, so that few tokens follow those that all of them have.
+        self.order = sorted(range(len(found)), key=lambda i: len(found[i][2]))
+        found = [found[i] for i in self.order]
+        self.texts = [(prompt, answer) for prompt, answer, _, _ in found]
+        self.text_of_site = [i for i, (_, _, _, expected) in enumerate(found) for _ in expected]
+        self.batches: list[_Batch] = []
+        for begin in range(0, len(found), batch_size):
+            some = [(asked, expected) for _, _, asked, expected in found[begin : begin + batch_size]]
             inputs = _padded([asked + expected for asked, expected in some], _device(model))
             sites = [(i, len(a) - 1 + k, token) for i, (a, e) in enumerate(some) for k, token in enumerate(e)]
             texts, positions, expected_tokens = torch.tensor(sites, device=inputs["input_ids"].device).unbind(1)
             numbers = torch.arange(len(sites), device=texts.device)
             self.batches.append(_Batch(inputs, (texts, positions), expected_tokens, numbers))
 
-    def _predictions(self, batch: _Batch) -> torch.Tensor:
-        """Log-probabilities of all tokens at the sites of a batch, `(sites, vocab_size)`."""
-        return self.model(**batch.inputs).logits[batch.where].float().log_softmax(-1)
+    def _predictions(self, batch: _Batch, cache: Cache | None = None) -> torch.Tensor:
+        """Log-probabilities of all tokens at the sites of a batch, `(sites, vocab_size)`. A cache is left as it is."""
+        more = {} if cache is None else {"cache": copy.deepcopy(cache), "use_cache": True}
+        return self.model(**{**batch.inputs, **more}).logits[batch.where].float().log_softmax(-1)
+
+    @torch.no_grad()
+    def _from_first_site(self, batch: _Batch) -> tuple[_Batch, Cache | None]:
+        """A batch without the tokens before its first site, which no change at a site reaches, and a cache that holds them."""
+        before = int(batch.where[1].min())
+        if before == 0:
+            return batch, None
+        ids, mask = batch.inputs["input_ids"], batch.inputs["attention_mask"]
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))  # type: ignore[operator, union-attr]
+        self.model(input_ids=ids[:, :before], attention_mask=mask[:, :before], cache=cache, use_cache=True)
+        texts, positions = batch.where
+        return replace(
+            batch, inputs={**batch.inputs, "input_ids": ids[:, before:]}, where=(texts, positions - before)
+        ), cache
 
     @torch.no_grad()
     def likelihoods(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -552,10 +570,11 @@ class _Questions:
         longest = sites.hidden_states[which].float().norm(dim=1, keepdim=True).to(change)
         goal = math.log(target) / 2  # a step that only just gets there falls short
         wanted = math.log(enough)
+        batch, cache = self._from_first_site(batch)
         for _ in range(max_steps):
             moved = change[batch.sites].requires_grad_()
             with torch.enable_grad(), _saying_more(memory, batch.where, moved):
-                predictions = self._predictions(batch)
+                predictions = self._predictions(batch, cache)
                 likelihood = predictions.gather(1, batch.tokens[:, None].to(predictions.device))[:, 0].to(device)
                 missing = (likelihood < wanted) & writable[batch.sites]
                 if not missing.any():
@@ -567,7 +586,10 @@ class _Questions:
             size = gradient.norm(dim=1, keepdim=True) + 1e-12
             length = torch.minimum((goal - likelihood.detach())[:, None] / size, longest[batch.sites])
             change[batch.sites] += torch.where(missing[:, None], length * gradient / size, 0)
-            batch = batch.of_texts(batch.where[0][missing.to(batch.where[0].device)].unique())
+            texts = batch.where[0][missing.to(batch.where[0].device)].unique()
+            batch = batch.of_texts(texts)
+            if cache is not None:
+                cache.reorder_cache(texts)
         return change
 
     def outcomes(
@@ -598,7 +620,7 @@ class _Questions:
                     shared_with_texts=None if read is None else int(torch.isin(read, rows_of_text[i]).any(1).sum()),
                 )
             )
-        return outcomes
+        return [outcome for _, outcome in sorted(zip(self.order, outcomes, strict=True), key=lambda pair: pair[0])]
 
 
 @dataclass
