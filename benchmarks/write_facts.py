@@ -163,7 +163,7 @@ def main() -> None:
         print(rows[-1], flush=True)
 
     lines = [
-        f"| {name} | {s:.2f} | {p:.2f} | {e:.1%} | {d:.4f} | {t:.2f} | {k:.1f} |" for name, s, p, e, d, t, k in rows
+        f"| {name} | {s:.2f} | {p:.2f} | {e:.1%} | {d:.5f} | {t:.2f} | {k:.1f} |" for name, s, p, e, d, t, k in rows
     ]
     text = "\n".join(
         [
