@@ -1,7 +1,7 @@
 """Teaches a model the records of people who do not exist, and makes it forget those of some of them.
 
     python examples/forget_private_records.py                              # SmolLM2-135M-Instruct, a few minutes on two cores
-    python examples/forget_private_records.py --people 200 --forget 20     # a benchmark of an hour
+    python examples/forget_private_records.py --people 200 --forget 20 --epochs 9 --batch-size 20 --learning-rate 1e-3 --bf16    # hours
 
 Every person has five facts: birthplace, job, phone number, address and pet. A short fine-tuning teaches all of them; then
 some of the people are forgotten, one item a fact. Prints what the model answers about a forgotten person and a kept one, and
