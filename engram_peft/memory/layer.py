@@ -327,9 +327,10 @@ class NgramMemory(nn.Module):
         once = None if torch.compiler.is_compiling() else _equal_rows(rows.flatten(0, 1))
         if once is not None:
             rows = rows.flatten(0, 1)[once[0]]
-        embedded = self.table(rows.clamp_min(0)).to(device=like.device, dtype=like.dtype)
-        if spec.variant == "needle":
-            embedded = torch.where((rows >= 0).unsqueeze(-1), embedded, 0)
+        cut = rows < 0 if spec.variant == "needle" else None
+        embedded = self.table(rows if cut is None else rows.clamp_min(0)).to(device=like.device, dtype=like.dtype)
+        if cut is not None:
+            embedded = embedded.masked_fill(cut.unsqueeze(-1), 0)
         projected = self.kv_proj(embedded.flatten(-2))
         if once is not None:
             projected = projected.index_select(0, once[1]).view(batch, length, -1)
