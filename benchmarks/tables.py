@@ -20,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,32 +113,35 @@ METHODS: dict[str, Callable[[Path, int], Gather]] = {"engram_peft": ours, "defau
 # ---------------------------------------------------------------------------------------------------- measuring
 
 
-def cold(folder: Path, rows: int, method: str, kind: str, count: int, seed: int) -> dict[str, float]:
-    """One gather in a forked process that has just opened the table, from a file whose pages were dropped.
-
-    A gather from a table of few rows comes first: what a new process costs is not the method's.
-    """
-    drop_pages(folder)
+def in_child(work: Callable[[], Any]) -> Any:
+    """What `work` returns in a forked process. The threads that it starts die with it: later forks would wait for their locks."""
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            METHODS[method](folder / "few", FEW_ROWS)(draw_ids(kind, FEW_ROWS, count, seed))
-            gather = METHODS[method](folder, rows)
-            ids = draw_ids(kind, rows, count, seed)
-            before, started = bytes_read(), time.perf_counter()
-            gather(ids)
-            seconds = time.perf_counter() - started
-            time.sleep(0.2)  # what was asked for ahead and is not there yet counts, too
-            pages = len(np.unique(ids.numpy() * ROW_BYTES // 4096))
-            found = {"milliseconds": 1e3 * seconds, "read": (bytes_read() - before) / (4096 * pages)}
-            os.write(writing, json.dumps(found).encode())
+            os.write(writing, json.dumps(work()).encode())
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    found = json.loads(os.read(reading, 4096))
+    found = json.loads(os.read(reading, 65536))
     os.close(reading)
     os.close(writing)
     return found
+
+
+def cold(folder: Path, rows: int, method: str, kind: str, count: int, seed: int) -> dict[str, float]:
+    """One gather in a process that has just opened the table, from a file whose pages were dropped.
+
+    A gather from a table of few rows comes first: what a new process costs is not the method's.
+    """
+    METHODS[method](folder / "few", FEW_ROWS)(draw_ids(kind, FEW_ROWS, count, seed))
+    gather = METHODS[method](folder, rows)
+    ids = draw_ids(kind, rows, count, seed)
+    before, started = bytes_read(), time.perf_counter()
+    gather(ids)
+    seconds = time.perf_counter() - started
+    time.sleep(0.2)  # what was asked for ahead and is not there yet counts, too
+    pages = len(np.unique(ids.numpy() * ROW_BYTES // 4096))
+    return {"milliseconds": 1e3 * seconds, "read": (bytes_read() - before) / (4096 * pages)}
 
 
 def bytes_read() -> int:
@@ -204,7 +208,10 @@ def measure(folder: Path, megabytes: int) -> tuple[list[str], list[tuple[str, fl
         for count in BATCHES:
             found: dict[str, dict[str, float]] = {}
             for method in METHODS:
-                runs = [cold(folder, rows, method, kind, count, seed) for seed in range(COLD_RUNS)]
+                runs = []
+                for seed in range(COLD_RUNS):
+                    drop_pages(folder)
+                    runs.append(in_child(partial(cold, folder, rows, method, kind, count, seed)))
                 found[method] = {key: min(run[key] for run in runs) for key in runs[0]}
             lines += [
                 f"| {megabytes} MB | cold | {kind}, {count} | {method} | {each['milliseconds']:.2f} ms | {each['read']:.2f} |"
@@ -214,10 +221,10 @@ def measure(folder: Path, megabytes: int) -> tuple[list[str], list[tuple[str, fl
             if megabytes >= LARGE:
                 check(f"cold, {kind}, {count} rows: times faster than engramdb", ratio, 4, at_least=True)
             check(f"cold, {kind}, {count} rows: bytes read, in touched pages", found["engram_peft"]["read"], 1.05)
-    check("opening, in milliseconds", opening(folder), 1)
+    check("opening, in milliseconds", in_child(partial(opening, folder)), 1)
     for kind in ("uniform", "zipf"):
         for count in BATCHES:
-            waits = warm(folder, rows, kind, count)
+            waits = in_child(partial(warm, folder, rows, kind, count))
             lines += [
                 f"| {megabytes} MB | warm | {kind}, {count} | {method} | {each:.4f} ms | |"
                 for method, each in waits.items()
